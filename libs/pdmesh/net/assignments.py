@@ -1,10 +1,11 @@
-"""The interface for assignments: the leading master's order to each instance, what it should be.
+"""The interface for assignments, the leading master's orders to the instances.
 
-An assignment names the role, the stage and the peers of one instance. Assignments do not expire, so
-they outlive the master and the instances. `nats/assignments.py` stores them in JetStream key-value.
-A write succeeds only if its writer has seen the latest revision, and fails once a leader of a later
-epoch has written (I7). An instance ignores assignments for other incarnations, and assignments that
-are older than one that it has seen (`core.instance.lifecycle`).
+An assignment is for one instance. It names the instance's role, its stage (how far it may go: load,
+connect, serve or drain) and its peers. Assignments do not expire, so they outlive the master and
+the instances. `nats/assignments.py` stores them in JetStream key-value. A write succeeds only if
+its writer has seen the latest revision, and fails once a leader of a later epoch (the number of a
+leadership) has written (I7). An instance ignores assignments for other incarnations, and
+assignments that are older than one that it has seen (`core.instance.lifecycle`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class AssignmentBook(Protocol):
 
     @property
     def known(self) -> Mapping[str, Assignment]:
-        """The assignments by instance id. Contains own writes at once."""
+        """The assignments by instance id. Writes of this process are visible at once."""
         ...
 
     def on_change(self, callback: Callable[[], None]) -> None:
@@ -40,8 +41,9 @@ class AssignmentBook(Protocol):
     async def write(self, assignment: Assignment) -> None:
         """Write the assignment of one instance.
 
-        Raises NotLeader if a leader of a later epoch has written it since, StaleView if a leader of
-        an equal or earlier epoch has, and Unavailable.
+        If another writer has written the assignment since the last read, this raises NotLeader if
+        that writer's epoch is later, and StaleView otherwise. Raises Unavailable if the store does
+        not answer.
         """
         ...
 
@@ -72,4 +74,7 @@ class Assignments(Protocol):
 
 
 class StaleView(Exception):
-    """Another writer has changed the assignment since the last read. Read it and decide again."""
+    """Another writer has changed the assignment since the last read.
+
+    Read it again before you decide.
+    """

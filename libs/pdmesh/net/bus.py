@@ -1,9 +1,9 @@
 """The interface for events between services.
 
 `nats/bus.py` implements it over NATS, and `MemoryBus` (tests/fakes) within one process. Delivery is
-at most once: an event may be lost, and after an outage buffered events arrive late. Therefore every
-event carries (publisher, incarnation, sequence), and correctness never depends on the arrival of
-one event.
+at most once: an event may be lost, or may arrive late after an outage. Therefore every event
+carries its publisher, the publisher's incarnation (one life of a process) and a sequence number,
+and correctness never depends on the arrival of one event.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decides from the numbers of events which are new, and which are repeated, late or lost."""
+"""Decides from sequence numbers whether an event is new, repeated, late, or follows a lost one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RETIRED_PER_PUBLISHER: Final = 4
 
 
 class EventOrder(enum.Enum):
-    """The result of comparing an event's number with the publisher's earlier ones."""
+    """The result of comparing an event's number with the publisher's earlier numbers."""
 
     NEW = "new"
     STALE = "stale"  # repeated, late, or of an earlier incarnation
@@ -29,11 +29,11 @@ class _Publisher:
 
 
 class SequenceGate:
-    """Compares the numbers of the events of one kind of subject.
+    """Compares each event's number with the last number of the same publisher.
 
-    After a GAP, the numbering continues from that event. The first event received from an
-    incarnation is NEW if it is number one, and otherwise a GAP. The gate keeps at most 65,536
-    publishers. It drops the publisher that has been silent longest.
+    One gate serves one kind of subject. After a GAP, the numbering continues from that event. The
+    first event received from an incarnation is NEW if it is number one, and otherwise a GAP. The
+    gate keeps at most 65,536 publishers. It drops the publisher that has been silent longest.
     """
 
     def __init__(self) -> None:

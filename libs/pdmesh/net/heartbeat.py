@@ -1,8 +1,8 @@
 """Makes a process visible to the mesh: a record in the registry, and heartbeats.
 
 Every service process does this. Its record is under a lease, and it sends a heartbeat every third
-of the lease. The process continues without NATS. It should end if another incarnation of the same
-id replaces it.
+of the lease. The process continues without NATS. It should end if another incarnation (a later
+process with the same id) replaces it.
 """
 
 from __future__ import annotations

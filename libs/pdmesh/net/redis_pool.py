@@ -99,7 +99,7 @@ class Primary:
         return address
 
     async def _first_answer(self) -> Address:
-        """Ask all sentinels at once, because a sentinel whose host is gone does not answer."""
+        """Ask all sentinels at the same time, because one whose host is gone does not answer."""
         from redis.exceptions import ConnectionError as NotReached
 
         asking = {asyncio.create_task(self._ask(*each)) for each in self._url.sentinels}

@@ -1,10 +1,10 @@
 """The interface of the registry, which lists all service processes of the mesh.
 
 Each process has one record, under a lease that the process renews. A record whose lease ends is
-removed. `nats/registry.py` implements the registry with JetStream key-value. A process that another
-incarnation has replaced can no longer write, because its revision of the record is old. While the
-store is unreachable, a view keeps its last records and `is_connected` is False. The instances are
-not taken for dead then (F18).
+removed. `nats/registry.py` implements the registry with JetStream key-value. When another
+incarnation (a later process with the same id) replaces a process, the replaced one can no longer
+write, because its revision of the record is old. While the store is unreachable, a view keeps its
+last records and `is_connected` is False. The instances are not taken for dead then (F18).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RecordLease(Protocol):
 
     @property
     def is_held(self) -> bool:
-        """False if another incarnation has taken the id, or if no renewal succeeds for a lease."""
+        """False if another incarnation has taken the id, or no renewal succeeded for a lease."""
         ...
 
     @property

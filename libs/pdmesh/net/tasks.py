@@ -1,8 +1,9 @@
 """Ends asyncio tasks reliably, and reports tasks that fail.
 
-On Python 3.11, `asyncio.wait_for` swallows a cancellation that arrives together with its result.
+On Python 3.11, `asyncio.wait_for` swallows a cancellation that arrives together with the result.
 nats-py uses `wait_for` everywhere. Such a task continues, and code that waits for its end hangs.
-Therefore `end` cancels a task again and again until it is over. A TaskGroup would cancel it once.
+Therefore `end` cancels a task again and again until it is over. A TaskGroup would cancel the task
+only once.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ async def end(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 async def together(*works: Coroutine[Any, Any, None]) -> None:
-    """Run all until one fails or this call is cancelled, and end the others. Raises the failure.
+    """Run all until one fails or this call is cancelled.
 
-    A task that other code cancels counts as failed. asyncio's FIRST_EXCEPTION would not notice it.
+    Then end the others, and raise the failure. A task that other code cancels counts as failed.
+    asyncio's FIRST_EXCEPTION would not notice it.
     """
     tasks = [asyncio.create_task(work) for work in works]
     try:

@@ -1,8 +1,9 @@
 """Copies, verifies, loads and unloads the LoRA adapters of an engine, in the background.
 
-`core.adapters` decides which adapters get the engine's slots (`AdapterSlots`). An adapter is loaded
-from a private copy, and the copy is hashed while it is made. So the loaded content always matches
-the adapter's digest, even if the operator's folder changes later.
+`core.adapters` decides which adapters occupy the engine's slots (`AdapterSlots`). An adapter stays
+loaded while a leg, which is a request's stay on this engine, uses it. An adapter is loaded from a
+private copy, and the copy is hashed while it is made. So the loaded content always matches the
+adapter's digest, even if the operator's folder changes later.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from pdmesh.net.tasks import watched
 
 log = structlog.get_logger(__name__)
 
-_INSPECTIONS: Final = 2  # inspections that run at once
+_INSPECTIONS: Final = 2  # inspections that run at the same time
 _ANY_RANK: Final = 1 << 20
 
 
@@ -87,7 +88,7 @@ class AdapterHost:
         self._task: asyncio.Task[None] | None = None
         self._fetched: AdapterFacts | None = None  # the facts of the adapter fetched last
         self._began_at = 0.0  # when the current adapter's fetch began
-        self.num_signs = 0  # signs of work on an adapter's files, as in `EngineStats`
+        self.num_signs = 0  # grows while an adapter's files are being copied (`EngineStats`)
 
     @property
     def is_idle(self) -> bool:
@@ -107,7 +108,7 @@ class AdapterHost:
         on_ready: Callable[[], None],
         on_refused: Callable[[AdapterUnusable], None],
     ) -> None:
-        """Call one of the two callbacks, at once if the adapter is loaded.
+        """Call one of the two callbacks, immediately if the adapter is loaded.
 
         After `on_ready`, the adapter stays loaded until `release`.
         """
@@ -135,7 +136,7 @@ class AdapterHost:
         return asker is not None
 
     def keep(self, digests: Iterable[str]) -> None:
-        """Keep these adapters, which are registered. Unload all others once no leg uses them."""
+        """Keep the adapters with these digests. Unload all others once no leg uses them."""
         self._carry_out(self._slots.keep(digests))
 
     async def inspect(self, path: str) -> AdapterFacts:
@@ -241,7 +242,7 @@ class AdapterHost:
         return facts
 
     def _sign(self) -> None:
-        """Count a sign of work. Only the thread that copies calls this."""
+        """Show that the copying makes progress. Only the thread that copies calls this."""
         self.num_signs += 1
 
     def _check(self, facts: AdapterFacts) -> None:

@@ -38,8 +38,8 @@ def read_adapter(
 ) -> AdapterFacts:
     """Read the adapter in `folder`, and copy its files to the new folder `copy_to`, if given.
 
-    `on_piece` is called after each piece that was read, as a sign of work. Raises AdapterUnusable
-    with the problem.
+    `on_piece` is called after each piece, to show progress. Raises AdapterUnusable with the
+    problem.
     """
     try:
         if copy_to is not None:

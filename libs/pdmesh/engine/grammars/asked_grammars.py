@@ -33,7 +33,7 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AskedGrammar:
-    """A client's wish for the form of an answer.
+    """The form of an answer that a client asks for.
 
     `text` is a JSON schema, a regular expression, a grammar in GBNF or Lark, a JSON list of
     choices, or a structural tag in JSON. `field` is the request's field, which errors name.

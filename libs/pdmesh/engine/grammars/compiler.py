@@ -1,6 +1,7 @@
-"""Compiles grammars to matchers, which tell the allowed next tokens, at gateways and engines.
+"""Compiles grammars to matchers, at gateways and engines.
 
-`core.sampling.grammar_limits` bounds the size of a grammar.
+A matcher follows an answer and computes which tokens may come next. `core.sampling.grammar_limits`
+bounds the size of a grammar.
 """
 
 from __future__ import annotations

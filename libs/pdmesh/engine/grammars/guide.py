@@ -1,4 +1,4 @@
-"""The state of one answer under its constraint: a grammar that decides which tokens may come next.
+"""The state of one answer under a constraint, a grammar that decides which tokens may come next.
 
 A constraint may begin later than the answer, for example after the model's reasoning. Any token may
 come before the constraint begins. Any token may also come after the EOS token, if the answer
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Guide:
-    """Takes the tokens of an answer in order, and can take the last ones back."""
+    """Follows an answer token by token. The last tokens can be taken back."""
 
     def __init__(self, matcher: LLMatcher, start: ConstraintStart, eos_token: int) -> None:
         self.matcher = matcher
@@ -32,7 +32,7 @@ class Guide:
     def after(
         cls, constraint: Constraint, compiler: GrammarCompiler, drawn: Sequence[int]
     ) -> Guide:
-        """Compile the grammar, and take the answer so far, `drawn`. Raises GrammarRefused."""
+        """Compile the grammar, and accept the answer so far (`drawn`). Raises GrammarRefused."""
         matcher = compiler.matcher(constraint.grammar)
         guide = cls(
             matcher, ConstraintStart(constraint.begins_after), compiler.vocabulary.eos_token
@@ -43,11 +43,11 @@ class Guide:
 
     @property
     def is_free(self) -> bool:
-        """Whether any token may come next."""
+        """Whether nothing constrains the next token."""
         return not self._start.has_begun or self._num_until_end is not None
 
     def accept(self, token_ids: Sequence[int]) -> bool:
-        """Take tokens. Return False if the constraint does not allow them, or has failed."""
+        """Add tokens to the answer. Return False if the constraint refuses them, or has failed."""
         taken = all(self._take(token_id) for token_id in self._start.after(token_ids))
         return taken and not self.matcher.is_error()
 
@@ -62,7 +62,7 @@ class Guide:
         return token_id == self._eos_token if is_complete else self.matcher.consume_token(token_id)
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
-        """How many of the proposed tokens may come next, in this order."""
+        """The number of leading tokens of `token_ids` that may come next."""
         after = list(self._start.after(token_ids))
         self._start.take_back(len(token_ids))
         num_before = len(token_ids) - len(after)
@@ -71,7 +71,7 @@ class Guide:
         return num_before + self.matcher.validate_tokens(after)
 
     def give_back(self, num_tokens: int) -> None:
-        """Forget the last tokens."""
+        """Take back the last `num_tokens` tokens."""
         num_after = self._start.take_back(num_tokens)
         if not num_after:
             return

@@ -1,4 +1,4 @@
 """The simulated engine: it needs no GPU and no weights.
 
-Its tokens depend on every byte of KV. A law gives the time of each step.
+The drawn tokens depend on every byte of KV. A formula gives the time of each step.
 """

@@ -2,7 +2,7 @@
 
 The sim model has no weights that an adapter could change. Instead, an adapter shifts the model's
 states by an amount that is computed from the adapter's digest. So the KV and the tokens differ with
-the content of the adapter.
+the content of the adapter. A job computes one leg, which is a request's stay on this engine.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class SimSlots:
 class AdapterQueue:
     """The jobs that wait for their adapter.
 
-    `go` gets each job once its adapter is loaded. `give_up` gets a prefill whose adapter cannot be
-    loaded.
+    `go` is called with each job once its adapter is loaded. `give_up` is called with a prefill
+    whose adapter cannot be loaded.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class AdapterQueue:
             folder = Path(tempfile.mkdtemp(prefix="pdmesh-adapters-"))
             self._host = AdapterHost(limits, SimSlots(), folder, emit, die)
         self._jobs: dict[int, PrefillJob | DecodeJob] = {}
-        self._first_tokens: dict[int, int] = {}  # of decodes that wait here, by leg
+        self._first_tokens: dict[int, int] = {}  # by leg: token 1 of waiting decodes
 
     @property
     def is_idle(self) -> bool:
@@ -63,7 +63,7 @@ class AdapterQueue:
 
     @property
     def num_signs(self) -> int:
-        """Signs of work on the files of adapters, as in `EngineStats`."""
+        """Grows while the files of an adapter are being copied (`EngineStats`)."""
         return 0 if self._host is None else self._host.num_signs
 
     def begin(self, job: PrefillJob | DecodeJob) -> None:

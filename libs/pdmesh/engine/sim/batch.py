@@ -1,8 +1,10 @@
 """The simulated engine's decode batch: each step draws a token for every sequence, in numpy.
 
-Each sequence has a column in a matrix of 64-bit words. The columns have no gaps: when a sequence
-leaves, the last column takes its place. A step takes some tens of microseconds for a batch of any
-usual size. Sequences under a constraint take longer, because they draw one after another.
+A sequence belongs to one leg, which is a request's stay on this engine. Each sequence has a column
+in a matrix of 64-bit words. The columns have no gaps: when a sequence leaves, the last column takes
+its place. A step takes some tens of microseconds for a batch of any usual size. Sequences under a
+constraint take longer, because they draw one after another. A guide follows such an answer and
+decides which tokens may come next.
 """
 
 from __future__ import annotations
@@ -169,7 +171,7 @@ class DecodeBatch:
         return failed
 
     def _append(self, columns: Words, tokens: Words) -> None:
-        """Add the drawn tokens to the digests, as if their KV were in memory without a fault."""
+        """Add the drawn tokens to the digests, as if their KV were intact in memory."""
         model, count = self._model, columns.shape[1]
         self._history[np.arange(count), columns[_DRAWN]] = tokens
         at = columns[_NUM]

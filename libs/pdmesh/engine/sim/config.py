@@ -29,9 +29,9 @@ class SimConfig:
     chunk_tokens: int = CHUNK_TOKENS  # prompt tokens computed per step
     ticket_lease_s: float = TICKET_LEASE_S
     tier_timeout_s: float = 0.5  # longest wait of a prompt for its blocks from the tiers
-    max_pulls: int = MAX_PULLS  # pulls of KV at once
+    max_pulls: int = MAX_PULLS  # pulls of KV at the same time
     scheduling_policy: SchedulingPolicy = SchedulingPolicy.PRIORITY
-    max_adapters: int = 0  # LoRA adapters loaded at once; 0: the engine takes no adapters
+    max_adapters: int = 0  # loaded at the same time; 0 if the engine takes no adapters
     max_adapter_rank: int = 16
-    images: ImageFacts | None = None  # None: the model takes no images
-    fail_every: int = 0  # one prompt in this many fails; 0: no prompt fails
+    images: ImageFacts | None = None  # None if the model takes no images
+    fail_every: int = 0  # one prompt in this many fails; 0 for none

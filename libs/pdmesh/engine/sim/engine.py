@@ -1,10 +1,13 @@
 """The simulated engine, for tests and trials without a GPU or a model.
 
-It moves real KV bytes over the real transport. The sim model draws the tokens, and a law gives the
-time of each step. One loop runs steps, as in a continuous-batching engine: ready requests join the
-step, the engine sleeps for the step's time, every running sequence draws a token, and the prompts'
-chunk counts as computed. Pulls run beside the loop, and a pulled sequence joins the next step
-(S52).
+It moves real KV bytes over the real transport. The sim model draws the tokens, and a formula gives
+the time of each step. One loop runs steps, as in a continuous-batching engine: ready requests join
+the step, the engine sleeps for the step's time, every running sequence draws a token, and the
+prompts' chunk counts as computed. Pulls run beside the loop, and a pulled sequence joins the next
+step (S52).
+
+A leg is a request's stay on this engine. A ticket is the right to pull a prompt's staged KV. A
+guide is the compiled constraint of an answer.
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ from pdmesh.kv.tiers.peers import AgentPeers, FindHolders
 from pdmesh.kv.tiers.stack import TierStack
 from pdmesh.net.tasks import watched
 
-_SIGN_S: Final = 0.1  # seconds between signs of work in a long step; vLLM signs once per layer
+_SIGN_S: Final = 0.1  # in a long step, `num_signs` grows at this interval; in vLLM, once per layer
 
 AgentFactory = Callable[[Callable[[AgentEvent], None]], KvAgent]
 
@@ -82,7 +85,10 @@ class _Sequence:
 
 
 class SimEngine:
-    """See `pdmesh.engine.base.Engine`. `make_agent` gets the callback for the KV agent's events."""
+    """See `pdmesh.engine.base.Engine`.
+
+    `make_agent` is called with the handler of the KV agent's events.
+    """
 
     def __init__(
         self,
@@ -120,7 +126,7 @@ class SimEngine:
         self._sequences: dict[int, _Sequence] = {}
         self._joining: dict[int, Running] = {}
         self._random = random.Random()
-        self._num_fetched: dict[int, int] = {}  # images whose embeddings came, by leg
+        self._num_fetched: dict[int, int] = {}  # by leg: images with fetched embeddings
         self._num_prompts = 0
         self._num_signs = self._num_tokens = 0
         self._work, self._has_output = asyncio.Event(), asyncio.Event()
@@ -204,7 +210,8 @@ class SimEngine:
     def _proceed(self, job: PrefillJob, num_fetched: int = 0) -> None:
         """Continue with a job whose wait for embeddings is over.
 
-        `num_fetched` of the first images have their embeddings. The others are encoded here.
+        The embeddings of the first `num_fetched` images are here. The engine encodes the other
+        images.
         """
         if num_fetched:
             self._num_fetched[job.leg] = num_fetched
@@ -389,7 +396,8 @@ class SimEngine:
     async def _wait_out(self, duration: float) -> None:
         """Wait for the time of a step.
 
-        A prompt that is handed on per layer gets its layers in equal shares of this time.
+        If a prompt is handed on per layer, its layers are staged one by one, after equal shares of
+        this time.
         """
         prompts = [p for p in self._prompts.in_chunk() if self._stager.is_per_layer(p.job)]
         if not prompts:
@@ -412,7 +420,7 @@ class SimEngine:
     def _take_arrivals(self) -> int:
         """Put arrived prompts in the queue, and ready sequences in the batch.
 
-        Returns how many image tokens this step encodes for the arrived prompts.
+        Returns the number of image tokens that this step encodes for the arrived prompts.
         """
         num_to_encode = 0
         for job in self._arrivals.values():

@@ -25,9 +25,9 @@ def keep_answer(
 ) -> tuple[bytes, ...]:
     """Store the full blocks that the answer completed, and add them to `blocks`.
 
-    Returns the names of all stored full blocks, including the prompt's, or nothing if the answer
-    completed no block. Nothing is stored for a job that lacks the hashes of its full blocks. The
-    last drawn token has no KV yet, so it is left out. The caller releases `blocks`.
+    Returns the names of all stored full blocks, including the prompt's, or an empty tuple if the
+    answer completed no block. Nothing is stored for a job that lacks the hashes of its full blocks.
+    The last drawn token has no KV yet, so it is left out. The caller releases `blocks`.
     """
     size = memory.model.params.block_size
     num_hashed = len(job.prompt) // size

@@ -1,8 +1,8 @@
 """The simulated engine's paged KV memory: one array of blocks per layer, as in a real engine.
 
-A sequence has a list of blocks, which may be anywhere in memory. The digest that decides its next
-token is computed from the bytes of the prompt's KV, never from the tokens. Each drawn token then
-updates the digest.
+A sequence has a list of blocks, which may be anywhere in memory. The digest that decides the
+sequence's next token is computed from the bytes of the prompt's KV, never from the tokens. Each
+drawn token then updates the digest.
 """
 
 from __future__ import annotations

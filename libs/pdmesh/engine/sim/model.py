@@ -71,11 +71,11 @@ def mix_words(x: Words) -> Words:
 
 
 def draw_key(sampling: Sampling, random_seed: int) -> int:
-    """The number that a draw adds to the digest, for the sampling parameters.
+    """The number that a draw adds to the digest, made from the sampling parameters.
 
     The number is 0 for a greedy draw without shaping. The sim model has no logits to shape, so the
-    shaping changes this key instead. A leg that loses its shaping then gives another text, which
-    tests notice.
+    shaping changes this key instead. An instance that loses the shaping then draws another text,
+    which tests notice.
     """
     key = 0 if sampling.shaping is UNSHAPED else _shaping_key(sampling.shaping)
     if sampling.temperature == 0:
@@ -106,7 +106,7 @@ def tokens_of(prompt: array[int], images: Sequence[PromptImage] = ()) -> npt.NDA
 
 
 def shift_of(adapter: Adapter | None) -> int:
-    """The amount that an adapter adds to every state of its sequences."""
+    """The amount that the adapter adds to every state of a sequence, or 0 without an adapter."""
     return 0 if adapter is None else int(adapter.digest[:16], 16) | 1
 
 
@@ -149,19 +149,19 @@ class SimModel:
 
     @cached_property
     def makers(self) -> Words:
-        """[layer, word]: the factors that turn a token's mixed state into its KV words."""
+        """[layer, word]: the factors that turn a token's mixed state into the token's KV words."""
         layers, words = self._shape
         return self._weights(3, layers * words).reshape(layers, words)
 
     @cached_property
     def readers(self) -> Words:
-        """[layer, word]: the weight of each of a token's KV words in the digest."""
+        """[layer, word]: the weight of a token's KV word in the digest."""
         layers, words = self._shape
         return self._weights(4, layers * words).reshape(layers, words)
 
     @cached_property
     def token_gain(self) -> Words:
-        """The factor of each position's mixed state in the digest, if its KV is intact."""
+        """The factor of a position's mixed state in the digest, if the position's KV is intact."""
         gain = np.sum(self.makers * self.readers, dtype=np.uint64)
         weighted: Words = self.position_weights * gain
         return weighted
@@ -173,7 +173,7 @@ class SimModel:
         return states + np.uint64(shift) if shift else states
 
     def last_state(self, token_ids: npt.NDArray[np.uint32], shift: int = 0) -> int:
-        """The state after the last token, computed without the others."""
+        """The state after the last token, computed without the other states."""
         weights = self.state_weights[: len(token_ids)]
         return int(np.dot(token_ids.astype(np.uint64) + _ONE, weights)) + shift & MASK
 

@@ -1,10 +1,10 @@
 """The simulated engine of pooling instances: makes vectors and scores from the tokens of texts.
 
-A hash with the model's seed gives a vector to each token and to each pair of neighbouring tokens.
-A text's vector is the normalised, weighted sum of these vectors, so texts with common tokens are
-near each other. The logit of a pair of texts is eight times the cosine of their vectors. The score
-is the sigmoid of the logit. One loop computes one input after the other, as a device does, in the
-time that a law gives.
+A hash with the model's seed gives a vector to each token and to each pair of neighbouring tokens. A
+text's vector is the normalised, weighted sum of these vectors, so texts with common tokens are near
+each other. The logit of a pair of texts is eight times the cosine of their vectors. The score is
+the sigmoid of the logit. One loop computes one input after the other, as a device does, in the time
+that a formula gives.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pdmesh.engine.serial_jobs import SerialJobs
 
 _MIX: Final = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _STEP: Final = np.uint64(0x9E3779B97F4A7C15)
-_CHUNK: Final = 512  # tokens whose vectors are made at once
+_CHUNK: Final = 512  # tokens whose vectors are made together
 
 Vector = npt.NDArray[np.float64]
 

@@ -1,7 +1,7 @@
 """The prompts that the simulated engine computes, in chunks.
 
 Each step computes one chunk of bounded size. More urgent prompts get the chunk's tokens first
-(S83).
+(S83). A leg is a request's stay on this engine.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class PromptUnderWay:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one step computes, as far as the step's time depends on it."""
+    """The amounts of a step's work that determine the step's time."""
 
     num_tokens: int = 0
-    num_before: int = 0  # tokens of a prompt before the chunk, mean over the chunk's prompts
+    num_before: int = 0  # a prompt's tokens before the chunk: the mean of the chunk's prompts
     batch: int = 0  # prompts with tokens in the chunk
     longest: int = 0  # most tokens of one prompt in the chunk
 

@@ -3,7 +3,7 @@
 A pull copies a prompt's KV from the prefill to a range of memory here, the *landing*. To *scatter*
 is to copy the KV from the landing to the engine's blocks. `core.kv.transfer.incoming_blocks`
 decides when each of these happens, as it does for vLLM's workers. Pulls run beside the step loop,
-so that running sequences keep drawing (S52).
+so that running sequences keep drawing (S52). A leg is a request's stay on this engine.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class _Retrieval:
     job: DecodeJob
     first_token: int | None
     blocks: list[int] = field(default_factory=list)  # for the prompt and its longest answer
-    pull: asyncio.Task[LoadFailure | None] | None = None  # None until its turn comes
+    pull: asyncio.Task[LoadFailure | None] | None = None  # None until the pull begins
     has_landing: bool = True  # true before the pull begins, and after it has succeeded
     digest: int | None = None  # the digest of the KV; None until the KV was read
     is_complete: bool = False
@@ -137,7 +137,10 @@ class Retriever:
             self._tell(FirstTokenKnown(leg))
 
     def abort(self, leg: int) -> None:
-        """Drop the leg's KV. If a pull runs, cancel it; the agent frees its landing later."""
+        """Drop the leg's KV.
+
+        If a pull runs, cancel it. The agent frees the pull's landing later.
+        """
         retrieval = self._retrievals.get(leg)
         if retrieval is not None and retrieval.is_complete:  # its KV is being read
             self._release(leg)
@@ -260,7 +263,7 @@ class Retriever:
                 self._tell(RangeScattered(leg))
 
     async def _keep(self, job: DecodeJob) -> None:
-        """Renew the ticket's lease while the leg waits for its turn.
+        """Renew the lease of the ticket, the right to pull the KV, until the leg's pull begins.
 
         A failure is ignored, because the pull will report it.
         """

@@ -1,9 +1,10 @@
 """Stages the simulated engine's KV: copies a prompt's blocks to where a decode pulls them (S48).
 
-A ticket is the decode's right to pull a prompt's staged KV. A prompt that is handed on whole is
-copied when all of it is computed. A prompt that is handed on per layer has an open ticket from the
-start. Each chunk's KV in a layer is copied as soon as it is computed. After the prompt's last
-chunk, the layer may be pulled.
+A ticket is the decode's right to pull a prompt's staged KV, and belongs to one leg, which is a
+request's stay on this engine. A prompt that is handed on whole is copied when it is completely
+computed. A prompt that is handed on per layer has an open ticket from the start. Each chunk's KV in
+a layer is copied as soon as it is computed. With the prompt's last chunk, the layer is complete and
+may be pulled.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Stager:
     def put(self, prompt: PromptUnderWay, layer: int) -> None:
         """Write the current chunk's KV in one layer to the engine's memory, and stage it.
 
-        After the prompt's last chunk, the layer may be pulled.
+        With the prompt's last chunk, the layer is complete and may be pulled.
         """
         job, size = prompt.job, self._config.params.block_size
         if prompt.states is None:

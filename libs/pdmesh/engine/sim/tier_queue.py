@@ -2,7 +2,8 @@
 
 A tier is a place for KV below the engine: host memory, peers' host memory, files. Fetched blocks
 are copied into the engine's paged memory when the prompt joins a step. The blocks that a step
-completes are copied to the host pool, one by one (S76, S77).
+completes are copied to the host pool, one by one (S76, S77). A leg is a request's stay on this
+engine.
 """
 
 from __future__ import annotations
@@ -36,11 +37,14 @@ class FetchedBlocks:
 
     stack: TierStack
     timeout_s: float
-    find: FindHolders | None = None  # finds the peers that hold given blocks; None: ask no peer
+    find: FindHolders | None = None  # finds peers that hold blocks; with None, no peer is asked
 
 
 class TierQueue:
-    """The prompts that wait for blocks. `on_ready` gets each prompt when its fetch has ended."""
+    """The prompts that wait for blocks.
+
+    `on_ready` is called with each prompt when its fetch has ended.
+    """
 
     def __init__(
         self,

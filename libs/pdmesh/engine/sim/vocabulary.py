@@ -62,7 +62,7 @@ class Vocabulary:
         return self._ids[token]
 
     def add_split(self, character: str) -> None:
-        """Split `character`, after a space, into two tokens.
+        """Add a space and `character` as two tokens.
 
         The first is drawn, and the second must follow it.
         """

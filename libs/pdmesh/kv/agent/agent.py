@@ -1,10 +1,10 @@
 """The KV agent of one rank: stages KV for other agents to pull, and pulls KV from them.
 
 A prefill's agent opens a ticket, which is the right to pull one prompt's KV from its staging arena.
-A decode's agent pulls the ticket into its landing arena. Both arenas are registered memory. A
-prompt of at most 64 KiB costs three messages: PULL, META with the bytes, and ACK. A longer prompt
-is cut into parts of up to a few MiB. Each part costs a META, and a payload if the part exceeds
-64 KiB. `sender.py` sends and `receiver.py` receives. This file has the public methods.
+A decode's agent pulls that KV into its landing arena. Both arenas are memory that is registered
+with UCX. KV of at most 64 KiB costs three messages: PULL, META with the bytes, and ACK. More KV is
+cut into parts of up to a few MiB. Each part costs a META, and a payload if the part exceeds 64 KiB.
+`sender.py` sends and `receiver.py` receives. This file has the public methods.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class KvAgent:
         on_event: Callable[[AgentEvent], None],
         *,
         hooks: AgentHooks | None = None,
-        on_peers: Callable[[int], None] = lambda _: None,  # gets the number of open connections
+        on_peers: Callable[[int], None] = lambda _: None,  # called with the number of connections
     ) -> None:
         self._transport = transport
         self._identity = identity
@@ -133,11 +133,11 @@ class KvAgent:
     ) -> None:
         """Serve pulls of a prompt whose layers are not computed yet.
 
-        The caller writes the layers to the range and calls `ready`, until the last layer or until
-        `release`. A pull waits for layers that are not ready. Without `chunk_bytes`, the parts get
-        shorter towards the end, so that little is left to move after the last layer. Raises
-        ValueError if the ticket is open already, the range is too short, or the layout has another
-        model's fingerprint.
+        The caller writes layers to the range and reports them with `ready`, until all layers are
+        ready or it calls `release`. A pull waits for layers that are not ready. Without
+        `chunk_bytes`, the parts get shorter towards the end, so that little is left to move after
+        the last layer. Raises ValueError if the ticket is open already, the range is too short, or
+        the layout has another model's fingerprint.
         """
         is_tapered = not chunk_bytes
         chunk_bytes = chunk_bytes or layer_chunk_bytes(layout)
@@ -146,12 +146,12 @@ class KvAgent:
     def completes_part(self, ticket_id: str, num_layers: int) -> bool:
         """Whether the first `num_layers` layers complete a part of a pull. Thread-safe.
 
-        If not, the caller may omit the call of `ready` for this number of layers.
+        If they do not, the caller need not call `ready` with this number.
         """
         return self._sender.completes_part(ticket_id, num_layers)
 
     def ready(self, ticket_id: str, num_layers: int) -> None:
-        """The layers below `num_layers` are in place. The lease begins after the last layer."""
+        """The first `num_layers` layers are in place. The lease begins when all layers are."""
         self._sender.ready(ticket_id, num_layers)
         self._ticker.keep_going()
 
@@ -224,13 +224,14 @@ class KvAgent:
         The bytes are laid out as in the sender's buffer, without the first `first_block` blocks of
         each layer. `heads` = (first, number) selects some heads, if the layout separates heads.
         `source_rank` is the sender's rank, by default the same number as this agent's rank.
-        `num_takers` ranks of this instance pull the ticket from that rank for the same `leg`.
-        `on_range` gets verified bytes while later bytes are still on their way.
+        `num_takers` ranks of this instance pull the ticket from that rank, all for the same `leg`
+        (a request's stay on this instance). `on_range` is called with verified bytes while later
+        bytes are still on their way.
 
-        `stall_s` is for a sender that has all bytes. The pull fails if no byte arrives for this
-        time. After a shorter pause, `on_silent` is called, so that the caller can begin other pulls
-        on the idle link. After the return, the landing range belongs to the caller. After a failure
-        or a cancellation, it belongs to the agent until AgentLandingFreed. Raises KvTransferFailed.
+        Pass `stall_s` if the sender has all bytes. The pull fails if no byte arrives for `stall_s`.
+        After a shorter pause, `on_silent` is called, so that the caller can begin other pulls on
+        the idle link. After the return, the landing range belongs to the caller. After a failure or
+        a cancellation, it belongs to the agent until AgentLandingFreed. Raises KvTransferFailed.
         """
         started, identity = time.monotonic(), self._identity
         try:
@@ -274,8 +275,9 @@ class KvAgent:
         """Fetch the blocks of `names`, up to the first one that the peer's pool lacks.
 
         Block i is written to `targets[i]`. Returns the checksums of the blocks, all verified.
-        `on_freed` is called once, when no late write can reach the targets: before the return, or
-        after a failure. `source` is the peer's instance id. Raises KvTransferFailed.
+        `on_freed` is called once, when no late write can reach the targets any more: before this
+        returns, or some time after a failure. `source` is the peer's instance id. Raises
+        KvTransferFailed.
         """
         started = time.monotonic()
         try:
@@ -297,7 +299,7 @@ class KvAgent:
     async def probe(
         self, address: str, incarnation: int, *, deadline_s: float, source: str = ""
     ) -> float:
-        """Verify that the connection to a peer moves KV (S16, `probes.py`).
+        """Verify that KV can travel from a peer to this agent (S16, `probes.py`).
 
         Returns the duration in seconds. Raises KvTransferFailed. The reason is
         `KV_REFUSED_WRONG_INCARNATION` or `KV_REFUSED_WRONG_MODEL` if another instance answers.
@@ -337,7 +339,7 @@ class KvAgent:
         return await self._receiver.pull(order, connection, started, deadline, stall_s)
 
     def give_back(self, landing: ArenaRange) -> None:
-        """Report AgentLandingFreed for a pull that never began, or whose result was not taken."""
+        """Report AgentLandingFreed for a pull that never began, or whose caller has left."""
         self._on_event(AgentLandingFreed(landing.offset))
 
     # -- both -------------------------------------------------------------------------------------
@@ -345,7 +347,7 @@ class KvAgent:
     def post(self, what: Callable[[], None]) -> None:
         """Call `what` on the loop, before any message that arrives from now on. Thread-safe.
 
-        Several posts before the loop runs again wake the loop once.
+        Several calls before the loop runs again wake the loop only once.
         """
         self._posted.append(what)
         if self._is_woken:  # `_do_posted` clears the flag before it reads, so it finds `what`
@@ -360,7 +362,7 @@ class KvAgent:
             what = self._posted.popleft()
             try:
                 what()
-            except Exception as error:  # other callers' calls wait behind this one
+            except Exception as error:  # the calls that other callers posted must still be made
                 log.error("kv.posted.died", exc_info=error)
 
     async def close(self) -> None:

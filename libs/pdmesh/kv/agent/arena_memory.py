@@ -1,9 +1,9 @@
 """The memory of a KV agent's arenas.
 
-An arena is memory that is mapped and registered once, and from which ranges are reserved. Here it
-is one private anonymous mapping in host memory. The kernel commits each page when it is first used.
-`kv.device.arena` has an `ArenaMemory` in a GPU's memory. The agent works with either, because it
-only slices, sends, receives and checksums the ranges.
+An arena is memory that is mapped and registered once, and from which ranges are reserved. The arena
+of this module is one private anonymous mapping in host memory. The kernel commits each page when it
+is first used. `kv.device.arena` has an `ArenaMemory` in a GPU's memory. The agent works with
+either, because it only slices, sends, receives and checksums the ranges.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pdmesh.kv.transport.base import ByteArray, KvBytes
 class ArenaMemory(Protocol):
     """`size` contiguous bytes that the transport may read and write.
 
-    `core.instance.arena` decides which leg owns which bytes.
+    `core.instance.arena` decides which bytes each leg (a request's stay on an instance) owns.
     """
 
     @property

@@ -1,8 +1,8 @@
 """A KV agent's connections to the agents of other processes.
 
 All pulls from one peer share one connection, which the first pull opens. If there are too many
-connections, the least recently used one is dropped. `ConnectionPool` has the connections that this
-agent opened, by address. `Peers` has all open connections, by connection key.
+connections, the least recently used one without a pull is dropped. `ConnectionPool` has the
+connections that this agent opened, by address. `Peers` has all open connections, by connection key.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ConnectionPool:
         self._wanted: Counter[str] = Counter()
         self._open: OrderedDict[str, KvConnection] = OrderedDict()  # least recently used first
         self._opening: dict[str, asyncio.Task[KvConnection]] = {}
-        self._ended_early: set[int] = set()  # keys that ended before their opening was reported
+        self._ended_early: set[int] = set()  # keys of connections that ended before being stored
         self._leaving: dict[str, None] = {}  # addresses whose connections are dropped when idle
 
     def __len__(self) -> int:
@@ -130,7 +130,7 @@ class ConnectionPool:
         if not self._opening:
             self._ended_early.clear()
         if not task.cancelled():
-            task.exception()  # the callers that waited have seen it
+            task.exception()  # the waiting callers have received the exception
 
     def _make_room(self) -> None:
         if len(self._open) + len(self._opening) < self._max_peers:
@@ -150,7 +150,7 @@ class Peers:
     def __init__(
         self, pool: ConnectionPool, on_change: Callable[[int], None] = lambda _: None
     ) -> None:
-        """`on_change` gets the number of open connections whenever one opens or closes."""
+        """`on_change` is called with the number of open connections when one opens or closes."""
         self._pool, self._on_change = pool, on_change
         self._by_key: dict[int, KvConnection] = {}
         self._num_sent: Counter[type] = Counter()
@@ -185,7 +185,7 @@ class Peers:
             connection.send(wire.encode(message))
 
     def retire(self, key: int) -> None:
-        """Let the next pull open another connection, while the pulls on this one continue."""
+        """Let the next pull open another connection. The pulls on this connection continue."""
         connection = self._by_key.get(key)
         if connection is not None:
             self._pool.remove(connection)

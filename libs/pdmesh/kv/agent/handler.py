@@ -1,7 +1,7 @@
 """Passes each message from a peer to the sending or the receiving half of a KV agent.
 
 A peer loses its connection if it sends bytes that are not a message, or if handling a message
-fails. The other peers' messages are handled all the same.
+fails. The messages of other peers are still handled.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class AgentHandler:
         except wire.WireError as exc:
             log.warning("kv.message.refused", error=exc.message)
             connection.abort("not a message")
-        except Exception as error:  # other peers' messages wait behind this one
+        except Exception as error:  # the messages of other peers must still be handled
             log.error("kv.message.died", exc_info=error)
             connection.abort("a bug in handling its message")
 

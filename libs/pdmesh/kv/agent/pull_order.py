@@ -1,8 +1,8 @@
-"""One order of a KV agent's receiving half: which KV to get from which sender, and where to put it.
+"""Orders to a KV agent's receiving half: which KV to request, and where to write it.
 
 An order is for a ticket (the right to pull one prompt's staged KV), for blocks by name, or for the
-answer to a probe. `order_ticket` and `order_blocks` check the order and build the message that asks
-the sender.
+answer to a probe. `order_ticket` and `order_blocks` check an order's arguments and build the
+message to the sender.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class PullOrder:
     """
 
     make_message: Callable[[int], wire.Question]  # its argument is the pull's id
-    targets: Sequence[KvBytes]  # one range for all bytes, or one range per block, equally long
+    targets: Sequence[KvBytes]  # one for all bytes, or one per block, all of the same length
     min_bytes: int
     max_bytes: int
     on_freed: Callable[[], None]
     on_range: OnRange | None = None
     on_silent: Callable[[], None] = lambda: None  # called when nothing has arrived for a while
     ticket: Ticket | None = None
-    source: str = ""  # the instance that sends
+    source: str = ""  # the id of the sending instance
 
     def place(self, ranges: tuple[wire.Range, ...]) -> list[KvBytes] | None:
         """The buffers to receive the ranges into; None if the order does not cover the ranges."""
@@ -96,7 +96,7 @@ def order_ticket(
             group_hash,
         )
 
-    # The size of some heads or some blocks depends on the sender's layout, which the ticket lacks.
+    # For some heads or blocks, the size depends on the sender's layout, which the ticket lacks.
     most = min(ticket.kv_bytes, landing.size)
     least = most if is_whole else 0
     return PullOrder(

@@ -1,6 +1,6 @@
 """The receiving half of a KV agent: pulls tickets into the landing arena, and blocks into a pool.
 
-A ticket is the right to pull one prompt's KV from a peer, for the length of a lease. A pull gets
+A ticket is the right to pull one prompt's KV from a peer, for the length of a lease. A pull moves
 the KV in parts. The core (`core.kv.transfer.receiver`) decides when a pull ends and when no late
 write can reach its landing range. The code here carries out these decisions. It posts receives,
 compares checksums, passes verified parts to the caller and renews leases.
@@ -40,7 +40,7 @@ from pdmesh.net.tasks import watched
 log = structlog.get_logger(__name__)
 
 MAX_PULLS = 1024
-MAX_EXPECTED = 4096  # tickets whose senders are known to have all bytes
+MAX_EXPECTED = 4096  # remembered tickets whose senders have all bytes
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class ReceiverHalf:
         # By ticket id: the `stall_s` of the last `expect`.
         self._stalls: OrderedDict[str, float] = OrderedDict()
         self._leases = LeaseKeeper()
-        # By ticket id: tickets that wait to be pulled.
+        # By ticket id: tickets that are kept until they are pulled.
         self._kept: dict[str, tuple[Ticket, KvConnection]] = {}
         self._checks: set[asyncio.Task[None]] = set()
         self._num_asked = 0
@@ -178,7 +178,8 @@ class ReceiverHalf:
     ) -> KvConnection:
         """Open the connection for a pull.
 
-        Raises KvTransferFailed, also after `stall_s` or after the limit that `expect` sets.
+        Raises KvTransferFailed if this fails, or takes longer than `stall_s` or the limit of
+        `expect`.
         """
         ticket_id = order.ticket.ticket_id if order.ticket else ""
         stall_s = self._stall_s(order, stall_s)
@@ -260,7 +261,7 @@ class ReceiverHalf:
         offset, length = meta.offset, meta.length
         pull = self._pulls.get(meta.pull_id)
         if pull is not None and failpoints.hit("decode.hearing", pull.order.source) == "drop":
-            return  # act like a link that loses every answer
+            return  # a failpoint: act like a link that loses every answer
         part: _Part | None = None
         if pull is not None and pull.connection.key == peer:
             is_ours = meta.question == pull.question  # if False, META answers another pull
@@ -276,7 +277,7 @@ class ReceiverHalf:
         is_inline = meta.inline is not None
         self.handle(rx.MetaArrived(peer, meta.pull_id, meta.num_bytes, offset, length, is_inline))
         if part is not None:
-            part.inline = None  # a view of the transport's buffer
+            part.inline = None  # the transport reuses these bytes
 
     # -- effects ----------------------------------------------------------------------------------
 
@@ -295,7 +296,7 @@ class ReceiverHalf:
     def _ask(self, effect: rx.SendPull) -> None:
         pull = self._pulls[effect.pull_id]
         if failpoints.hit("decode.asking", pull.order.source) == "drop":
-            return  # act like a link that loses everything
+            return  # a failpoint: act like a link that loses everything
         self._peers.tell(pull.connection.key, pull.message)
 
     def _ack(self, effect: rx.SendAck) -> None:
@@ -395,7 +396,7 @@ class ReceiverHalf:
             try:
                 pull.order.on_range(part.offset, whole[part.offset : part.offset + part.length])
             except Exception as error:  # noqa: BLE001  the caller's code; other pulls wait behind this one
-                pull.done.set_exception(error)  # the landing range is freed with the last part
+                pull.done.set_exception(error)  # the landing range is freed after the last part
 
     def _fail(self, effect: rx.FailPull) -> None:
         pull, reason = self._pulls[effect.pull_id], effect.reason

@@ -1,8 +1,8 @@
 """The sending half of a KV agent: serves tickets of the staging arena, and blocks of a pool.
 
 A ticket is the right to pull one prompt's staged KV. The core (`core.kv.transfer.sender`) decides
-which peer may pull a ticket, and when no peer reads its bytes any more. The code here carries out
-these decisions. It hashes, announces and sends the bytes part by part.
+which peer may pull a ticket, and when the last read of the ticket's bytes has ended. The code here
+carries out these decisions. It hashes, announces and sends the bytes part by part.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from pdmesh.net.tasks import watched
 
 log = structlog.get_logger(__name__)
 
-MAX_FETCHES = 64  # fetches and probes that are served at once
+MAX_FETCHES = 64  # fetches and probes that are served at the same time
 _FETCH_LEASE_S = 10.0
 
 _SLOW_S: Final = 0.5  # the delay of each part, if a failpoint makes the link slow
@@ -123,7 +123,7 @@ class SenderHalf:
     def completes_part(self, ticket_id: str, num_layers: int) -> bool:
         """Whether the first `num_layers` layers complete a part of a pull. Thread-safe.
 
-        Also True for an unknown ticket, because another thread may be about to open it.
+        Returns True for an unknown ticket, because another thread may be about to open it.
         """
         staged = self._staged.get(ticket_id)
         return not isinstance(staged, StagedRange) or staged.completes_part(num_layers)
@@ -352,7 +352,10 @@ class SenderHalf:
             self.handle(tx.PartSent(effect.peer, effect.pull_id))
 
     def _drop_late(self, peer: int, pull_id: int) -> list[tx.PartSent]:
-        """Drop a refused pull's delayed parts. The peer would abort if it got one of them."""
+        """Drop a refused pull's delayed parts.
+
+        The peer would abort the connection if one of them arrived.
+        """
         keys = [key for key in self._late if key[:2] == (peer, pull_id)]
         for key in keys:
             self._late.pop(key).cancel()

@@ -23,8 +23,9 @@ Piece = tuple[KvBytes, bytes]  # bytes and their checksum
 class StagedRange:
     """A prompt's bytes in the staging arena.
 
-    When the layers of a part are written, the part's checksum is computed. This applies to the
-    parts of a pull of all heads and blocks. Other pulls compute their checksums as they send.
+    `parts` divides the bytes for a pull of all heads and blocks. The checksum of such a part is
+    computed once its layers are written. A pull of only some heads or blocks has other parts, whose
+    checksums are computed when they are sent.
     """
 
     data: KvBytes

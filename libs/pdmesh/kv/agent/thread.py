@@ -1,9 +1,9 @@
 """Runs a KvAgent (`agent.py`) on its own thread and event loop.
 
-A process uses it if it has no event loop, such as an engine's worker, or if its loop is busy. All
+This is for a process that has no event loop, such as an engine's worker, or whose loop is busy. All
 methods may be called on any thread. They return `concurrent.futures.Future`s, and cancelling the
 future of a pull cancels the pull. Event callbacks run on the agent's thread, so they must only pass
-the event on to another thread.
+the event on to another thread. A ticket is the right to pull one prompt's staged KV.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class AgentThread:
     ) -> Future[PullResult]:
         """Like `KvAgent.pull`. The future raises the same errors.
 
-        Cancelling the future cancels the pull. AgentLandingFreed follows.
+        Cancelling the future cancels the pull, and AgentLandingFreed follows.
         """
         agent = self._made()
 
@@ -302,10 +302,10 @@ class AgentThread:
 class _HandedPull(Generic[T]):
     """A pull that another thread asked for, and the task that runs it on the agent's loop.
 
-    If the pull succeeds, the caller gets the landing range. If it fails, the agent gives the range
-    back, except in two cases. The task may be cancelled before its first step, and then it runs no
-    code of the agent. Or the caller may cancel when the task is already done. In both cases this
-    class gives the range back.
+    The caller has reserved the range that the pull writes to. If the pull succeeds, the caller
+    keeps the range. If it fails, the agent gives the range back, except in two cases. The task may
+    be cancelled before its first step, and then it runs no code of the agent. Or the caller may
+    cancel when the task is already done. In both cases this class gives the range back.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """The types that users of a KV agent (`agent.py`) exchange with it.
 
 They are the agent's identity, its events, results and counters, and the pool of KV blocks that
-peers may fetch from.
+peers may fetch from. A ticket is the right to pull one prompt's KV from a range of the staging
+arena. A pull writes the KV to a range of the landing arena.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class AgentIdentity:
 
 @dataclass(frozen=True, slots=True)
 class AgentTicketClosed:
-    """No peer reads the ticket's staging range any more. This comes once per opened ticket."""
+    """No peer reads the ticket's staging range any more. Reported once per opened ticket."""
 
     ticket_id: str
     reason: str  # taken, released, expired, failed
@@ -52,7 +53,7 @@ class PullResult:
 
 @dataclass(frozen=True, slots=True)
 class AgentStats:
-    """How many tickets, pulls, sends and peers are open now, and counters since the start."""
+    """The numbers of open tickets, pulls, sends and peers, and counters since the start."""
 
     num_tickets: int
     num_pulls: int
@@ -84,7 +85,7 @@ class AgentHooks:
 
 @dataclass(frozen=True, slots=True)
 class PinnedBlocks:
-    """Blocks of a pool that the pool does not evict or move until they are closed.
+    """Blocks of a pool that the pool does not evict or move before `BlockSource.close`.
 
     All views have the same length.
     """

@@ -2,7 +2,8 @@
 
 A receiver asks a sender for KV with PULL (a ticket's KV), FETCH (blocks by name) or PROBE. The
 sender announces each part of the answer with a META message, as contiguous ranges of bytes and
-never as blocks (S49). A small part travels inside its META. The receiver ends the pull with ACK.
+never as blocks (S49). A small part travels inside its META. The receiver writes a pull's parts to
+one range of its memory (the landing range), and ends the pull with ACK.
 
 Each message carries a seal. The seal is a checksum of the message without the inline payload; the
 checksums of the payload are in META. Without the seal, a changed bit in a ticket id, a pull id or a
@@ -76,8 +77,8 @@ class Kind(IntEnum):
 class Pull:
     """Receiver to sender: send this ticket's blocks from `first_block` on.
 
-    `num_heads` is how many heads the receiver wants, and 0 means all. The decode has `num_takers`
-    ranks that pull the ticket from this sender.
+    `num_heads` is the number of requested heads, and 0 means all. The decode has `num_takers` ranks
+    that pull the ticket from this sender.
     """
 
     pull_id: int
@@ -89,7 +90,7 @@ class Pull:
     first_head: int = 0
     num_heads: int = 0
     num_takers: int = 1
-    decode: int = 0  # `decode_hash` of the decode and leg that the takers belong to
+    decode: int = 0  # `checksums.decode_hash`, the same for all takers
     group_hash: int = 0  # the receiver's group: the sender refuses other groups
 
 
@@ -135,7 +136,7 @@ class Meta:
     num_bytes: int  # of all parts of the pull together
     ranges: tuple[Range, ...]
     inline: memoryview | None = None
-    question: int = 0  # the checksum `question` of the message that asked for the pull
+    question: int = 0  # `question()` of the message that asked for the pull
     checksums: ChecksumKind = ChecksumKind.XXH3  # the kind of the ranges' checksums
 
     @property
@@ -265,7 +266,7 @@ def parse(data: memoryview) -> Message:
 
 
 def seal_of(data: memoryview) -> int:
-    """The right seal for a message, which must have at least BODY_AT bytes."""
+    """The correct seal of a message of at least BODY_AT bytes."""
     body = data[BODY_AT:]
     if data[_KIND_AT] == Kind.META and len(body) >= _META.size:
         num_ranges: int = _META.unpack_from(body)[2]  # checked by the seal

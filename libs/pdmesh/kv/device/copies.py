@@ -4,7 +4,7 @@ The copies run on a side stream. If the arena is on the device, the side stream 
 into it. If the arena is page-locked host memory, the side stream gathers into a scratch buffer on
 the device, and the copy engine copies from there to the host. The compute units stay free for the
 model. The streams wait for each other on the device, by events, so the calling thread only queues
-the work. Another thread waits until the copies end and calls back.
+the work. Another thread waits for the end of each copy and calls the copy's callback.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Waiting = tuple[Any, Callable[[], None]]  # a torch Event and its callback
 
 
 class DeviceCopies:
-    """The copies of one cache. Make it on the model's thread. It calls back on its own thread.
+    """The copies of one cache. Create it on the model's thread. Callbacks run on a separate thread.
 
     The queue of waiting copies has no limit, but each range of the arena has at most one copy.
     """
@@ -40,7 +40,7 @@ class DeviceCopies:
         self._model = torch.cuda.current_stream(device)
         self._stream = torch.cuda.Stream(device)
         self._scratch = torch.empty(0, dtype=torch.uint8, device=device)  # see `_parts`
-        self._lock = threading.Lock()  # guards the order in the scratch buffer
+        self._lock = threading.Lock()  # one copy at a time queues its use of `_scratch`
         self._waiting: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._wait, name="pdmesh-copies", daemon=True)
         self._thread.start()
@@ -153,7 +153,7 @@ class DeviceCopies:
             try:
                 event.synchronize()
                 on_done()
-            except Exception:  # other callbacks wait behind this one
+            except Exception:  # the other callbacks must still run
                 log.exception("kv.copy.died")
 
 

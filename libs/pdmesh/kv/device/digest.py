@@ -3,8 +3,9 @@
 xxh3 would be slow on a GPU, because it carries a state from block to block. Here every word of 8
 bytes is mixed with its place, and the results are added up. There are two sums modulo 2^64: a plain
 sum and a sum weighted by place. The order of additions does not matter, so each program of a kernel
-can add up its own words. A changed word always changes the plain sum. The checksum protects against
-faults, not against forgers. The functions `mixed` and `weight` run in Triton and in numpy.
+can add up its own words. A change of a single word always changes the plain sum. The checksum
+protects against faults, not against forgers. The functions `mixed` and `weight` run in Triton and
+in numpy.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ _STEP_WORDS: Final = 8192  # words that numpy mixes at a time: they fit in the c
 # `mixed` and `weight` take uint64 values of numpy or of Triton, and wrap around. They have no
 # annotations, because Triton would try to resolve them. The constants are from splitmix64.
 def mixed(word, place):  # type: ignore[no-untyped-def]
-    """The word's part in the plain sum: a bijection of the word, a different one per place."""
+    """The word's part in the plain sum.
+
+    It is a bijection of the word that differs from place to place.
+    """
     x = word ^ (place * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03)
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB

@@ -1,10 +1,10 @@
 """Gather and RecvScatter on a GPU: copy KV blocks of all layers in one kernel launch (S50).
 
 Gather copies from the engine's paged blocks to a contiguous buffer, and RecvScatter copies back.
-The buffer is [layer][head][block][head's bytes], and has only the requested heads. The functions
-`cache_word` and `buffer_word` compute the addresses. They are plain arithmetic that Triton
-compiles, and that tests run on arrays. The kernel moves the widest words that divide every stride.
-torch and Triton are imported only if there is a device.
+The buffer is laid out as [layer][head][block][head's bytes], and contains only the requested heads.
+The functions `cache_word` and `buffer_word` compute the addresses. They are plain arithmetic that
+Triton compiles, and that tests run on arrays. The kernel moves the widest words that divide every
+stride. torch and Triton are imported only if there is a device.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _PEER_MEMORY: Final = (
 
 
 def path_facts(device: Any, host: str, arena_bytes: int) -> PathFacts:
-    """The facts for a KV cache on a torch device, sent from the network address `host`.
+    """The facts for sending the KV cache of a torch device from the network address `host`.
 
     This makes a UCX context with the options and the environment that the agent will use. Raises
     KvTransferFailed if UCX does not start.

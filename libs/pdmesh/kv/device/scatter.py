@@ -1,8 +1,8 @@
 """Copies between KV blocks in host memory and a contiguous buffer (S50).
 
 The sender gathers blocks into the buffer, and the receiver scatters the buffer into its blocks
-(RecvScatter). A long run of consecutive blocks is copied at once. Otherwise numpy selects rows by
-an index array, which is fast with 8-byte words. Torch tensors are passed as
+(RecvScatter). A long run of consecutive blocks is copied in one operation. Otherwise numpy selects
+rows by an index array, which is fast with 8-byte words. Torch tensors are passed as
 `t.view(torch.uint8).numpy()`, without a copy. One thread does the work, because memory is the
 limit, and a second thread would take a core from the engine's step.
 """
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from pdmesh.kv.transport.base import ByteArray
 
-ByteMatrix = npt.NDArray[np.uint8]  # (blocks, bytes of one block of one layer), rows contiguous
+ByteMatrix = npt.NDArray[np.uint8]  # (blocks, bytes of a block in one layer), rows contiguous
 BlockIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 Run = tuple[int, int, int]  # first block in the cache, first place in the buffer, number of blocks
 
@@ -28,7 +28,7 @@ _RUN_BYTES = 128 << 10
 
 
 def runs_of(ids: npt.NDArray[np.intp]) -> list[Run]:
-    """The fewest runs of consecutive ids, in order."""
+    """The ids as the fewest possible runs of consecutive ids, in order."""
     if not len(ids):
         return []
     cuts = (ids[1:] - ids[:-1] != 1).nonzero()[0] + 1  # np.diff costs as much as a small copy
@@ -64,7 +64,7 @@ class HostBlocks:
                 target[place : place + count] = rows[first : first + count]
 
     def scatter(self, source: ByteArray, block_ids: BlockIds) -> None:
-        """Copy `source`, laid out as `gather` does it, to the blocks of each layer.
+        """Copy `source`, laid out as `gather` writes it, to the blocks of each layer.
 
         Raises ValueError unless the sizes match.
         """
@@ -169,7 +169,10 @@ def scatter_part(
 def _next_rows(
     buffer: ByteArray, start: int, count: int, like: npt.NDArray[Any]
 ) -> tuple[npt.NDArray[Any], int]:
-    """`count` rows of the buffer from `start` on, shaped like the rows of `like`, and their end."""
+    """`count` rows of the buffer from `start` on, shaped like the rows of `like`.
+
+    Also returns the position after them.
+    """
     width = like.shape[1]
     end = start + count * width * like.itemsize
     return buffer[start:end].view(like.dtype).reshape(count, width), end

@@ -21,7 +21,7 @@ _WORD_BYTES = (8, 4, 2, 1)
 # `cache_word` and `buffer_word` take ints, arrays or Triton's values. They have no annotations,
 # because Triton would try to resolve them.
 def cache_word(word, run_words, inner_count, outer_stride, inner_stride):  # type: ignore[no-untyped-def]
-    """The position in the cache of word `word` of a head's block, counted from its start."""
+    """The position in the cache of word `word` of a head's block, relative to the block's start."""
     run = word // run_words
     outer = run // inner_count
     inner = run % inner_count
@@ -31,7 +31,7 @@ def cache_word(word, run_words, inner_count, outer_stride, inner_stride):  # typ
 def buffer_word(row, block, num_blocks, head_words):  # type: ignore[no-untyped-def]
     """The position in the buffer where a head's block begins.
 
-    `row` is the index of a pair of layer and head. It counts only the requested heads.
+    `row` numbers the pairs of a layer and a requested head.
     """
     return (row * num_blocks + block) * head_words
 

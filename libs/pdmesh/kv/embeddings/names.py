@@ -1,6 +1,6 @@
 """The names of image embeddings.
 
-The name of an image includes its owner, so tenants share no embeddings. Otherwise a tenant could
+A name includes the owner of the image, so tenants share no embeddings. Otherwise a tenant could
 find out, from the time that an answer takes, which images another tenant sends.
 """
 

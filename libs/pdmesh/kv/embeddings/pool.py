@@ -35,7 +35,7 @@ class EmbeddingPool:
         return self._lru.num_bytes
 
     def add(self, name: bytes, data: ByteArray) -> Sequence[bytes] | None:
-        """Add embeddings. Returns the names of evicted ones, or None if there is no room.
+        """Add embeddings. Returns the names of those that were evicted, or None without room.
 
         `data` must not change any more.
         """
@@ -48,7 +48,7 @@ class EmbeddingPool:
             return left
 
     def open(self, names: Sequence[bytes]) -> PinnedBlocks | None:
-        """Pin the embeddings of `names`, up to the first that is missing or has another size.
+        """Pin the embeddings of `names`, up to the first one that is missing or has another size.
 
         All views of one fetch must have the same length.
         """

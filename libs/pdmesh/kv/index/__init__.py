@@ -1,1 +1,1 @@
-"""The index of which instance holds which KV blocks. Deltas and snapshots keep it up to date."""
+"""The index of which instance holds which KV blocks. Snapshots and deltas keep it up to date."""

@@ -1,10 +1,10 @@
 """Keeps a PrefixIndex up to date: which instance holds which KV blocks.
 
-Each instance publishes numbered deltas over NATS. If deltas of an instance are missing (a gap), the
-feed fetches a snapshot of its blocks. The loss of an instance's last delta leaves no gap.
-Therefore the feed also fetches snapshots at intervals, from one instance after the other. After a
-failed fetch, an instance is asked again after a pause. Only instances in the registry are followed,
-under their registered incarnation.
+Each instance publishes its changes as numbered deltas over NATS. If deltas of an instance are
+missing (a gap), the feed fetches a snapshot of its blocks. The loss of an instance's last delta
+leaves no gap. Therefore the feed also fetches snapshots at intervals, from one instance after the
+other. After a failed fetch, an instance is asked again after a pause. Only instances in the
+registry are followed, under their registered incarnation.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _delay = metrics.histogram(
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All blocks of one incarnation, in its engine and its host pool, after delta `sequence`."""
+    """All blocks of one incarnation (life of an instance), after its delta number `sequence`."""
 
     incarnation: int
     sequence: int
@@ -65,7 +65,7 @@ Fetch = Callable[[InstanceRecord], Awaitable[Snapshot]]
 
 
 class Follower(Protocol):
-    """Gets all changes of the index, for example to copy them to Redis."""
+    """Receives all changes of the index, for example to copy them to Redis."""
 
     def on_delta(self, delta: IndexDelta) -> None: ...
     def on_replaced(self, instance_id: str) -> None: ...
@@ -102,9 +102,9 @@ class IndexFeed:
         return not self._repairs
 
     def age_s(self) -> float:
-        """For how many seconds deltas of any instance have been missing. 0 if none are (S100).
+        """The time for which deltas of some instance have been missing, or 0 (S100).
 
-        A snapshot that is wanted only as a routine comparison does not count.
+        An instance whose snapshot is wanted only for a routine comparison does not count.
         """
         doubted = [at for i, at in self._repairs.since() if not self.index.is_whole(i)]
         return time.monotonic() - min(doubted) if doubted else 0.0
@@ -178,12 +178,12 @@ class IndexFeed:
             is_same_life = version is None or version[0] == delta.incarnation
             if is_next and is_same_life and not delta.clears:
                 self._follower.on_delta(delta)
-            else:  # the delta released waiting deltas, cleared all, or began a new incarnation
+            else:  # it released waiting deltas, cleared all blocks, or began an incarnation
                 self._follower.on_replaced(delta.instance_id)
         self._pass_on_forgotten()
 
     def _on_gap(self) -> None:
-        """The bus lost events of unknown instances."""
+        """The bus has lost events, possibly of any instance."""
         self.resync_all()
 
     def _on_record(self, change: RecordChanged) -> None:
@@ -207,7 +207,7 @@ class IndexFeed:
                 self._mark(instance_id)
 
     def _pass_on_forgotten(self) -> None:
-        """Report to the follower which blocks the index dropped for lack of room."""
+        """Report to the follower the blocks that the index dropped for lack of room."""
         for delta in self.index.take_forgotten():
             if self._follower is not None:
                 self._follower.on_delta(delta)

@@ -1,8 +1,9 @@
 """Follows the list of pinned prefixes, for processes that keep KV blocks or index them.
 
 An operator pins a prefix (the beginning of a prompt) so that its KV is kept. The leading master
-writes the list of pins to NATS. A pin contains block names and no text. While NATS is unreachable,
-the list may be out of date. This only costs memory.
+writes the list of pins to NATS. A pin contains block names and no text. It applies to one scenario
+(a kind of requests with its own instances) or to all. While NATS is unreachable, the list may be
+out of date. This only costs memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""A copy of the block index in Redis, by instance and tier. A restarted kv-cache-index reads it.
+"""A copy in Redis of the block index: which blocks each instance has in its engine and host pool.
 
-Redis may be wiped at any time. The epoch of the store changes after a wipe (F14, F15), and when
-sentinels choose another primary. A command to Redis takes at most about a quarter of a second and
-is not retried. The methods raise Unavailable instead of redis-py's own errors.
+A restarted kv-cache-index reads it. Redis may be wiped at any time. The store has an epoch, which
+changes after a wipe (F14, F15) and when sentinels choose another primary. A command to Redis takes
+at most about a quarter of a second and is not retried. The methods raise Unavailable instead of
+redis-py's own errors.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from pdmesh.errors import Unavailable
 from pdmesh.kv.index import redis_keys as keys
 from pdmesh.net.redis_pool import pool_of, primary_of
 
-_CHUNK: Final = 5000  # blocks per command; one takes a few ms, so the store stays responsive
+_CHUNK: Final = 5000  # blocks per command, which takes a few ms, so Redis stays responsive
 _TIMEOUT_S: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class StoredInstance:
-    """The blocks of one instance in the store, after the instance's delta number `sequence`.
+    """The stored blocks of one instance, after its delta (published change) number `sequence`.
 
     `blocks` are in the engine and `host` are in the host pool.
     """
@@ -80,7 +81,7 @@ class RedisIndex:
             return sorted(member.decode() for member in await self._redis.smembers(keys.INSTANCES))
 
     async def load(self, instance_id: str) -> StoredInstance | None:
-        """Read one instance. Returns None if the store has no usable data of it."""
+        """Read the data of one instance. Returns None if the store has no usable data of it."""
         async with self._answering(), self._redis.pipeline(transaction=True) as pipe:
             pipe.hgetall(keys.instance_version(instance_id))
             for tier in TIERS:

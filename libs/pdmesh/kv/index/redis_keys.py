@@ -38,7 +38,7 @@ KEPT_SIZES: Final = f"{_PREFIX}:{{response}}-sizes"
 
 
 def kept_response(tenant: str, response_id: str) -> str:
-    """A response and its conversation, as JSON."""
+    """The key of a response and its conversation, stored as JSON."""
     return f"{KEPT_RESPONSES}{tenant}:{response_id}"
 
 

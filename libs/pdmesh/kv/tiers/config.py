@@ -15,7 +15,7 @@ from pdmesh.kv.tiers.host_pool import HostPool
 from pdmesh.kv.tiers.report import TierCounts
 from pdmesh.kv.tiers.stack import TierStack
 
-# The size of the pool if only a file store is configured, because its blocks pass through a pool.
+# The size of the pool if only a file store is configured: the store's blocks pass through a pool.
 LEAST_POOL_BYTES: Final = 64 << 20
 
 
@@ -24,7 +24,7 @@ class TierConfig:
     """Bytes are per rank. All tiers are off by default."""
 
     host_pool_bytes: int = 0
-    file_store_dir: str = ""  # empty: none
+    file_store_dir: str = ""  # empty for no file store
     file_store_bytes: int = 0  # quota of the whole directory
     owner_share: float = 1.0  # the share of each tier that one tenant may fill
     timeout_s: float = 0.5  # longest wait of a request for its blocks
@@ -61,7 +61,7 @@ def open_tiers(
 ) -> TierStack:
     """Open the tiers of one rank. `block_bytes` is the size of a block over all layers of the rank.
 
-    The caller must close the TierStack on the event loop that it uses it on.
+    The caller must use and close the TierStack on one event loop.
     """
     counts = TierCounts()
     pool = HostPool(config.pool_bytes, block_bytes, owner_share=config.owner_share)

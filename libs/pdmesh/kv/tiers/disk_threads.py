@@ -34,7 +34,7 @@ class DiskThreads:
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         # By the id of each thread that runs a call: when the call last made progress.
         self._progress: dict[int, float] = {}
-        self._num_busy = 0  # threads that run a call or report its end
+        self._num_busy = 0  # threads that run a call or report its result
         self._changed = threading.Condition()
         self._is_closed = False
         self._threads = [
@@ -70,7 +70,10 @@ class DiskThreads:
             self._progress[me] = self._clock()
 
     def waits_since(self) -> float | None:
-        """The earliest time at which a running call last made progress. None if no call runs."""
+        """The time since which some running call has made no progress.
+
+        Returns the earliest such time, or None if no call runs.
+        """
         with self._changed:
             return min(self._progress.values(), default=None)
 
@@ -125,10 +128,10 @@ class DiskThreads:
             future.set_result(result)
 
     def _returned(self, thread: int) -> None:
-        """Remove a call that has returned from `_progress`.
+        """Forget the call that has returned on this thread.
 
-        This comes before the caller gets the result. Otherwise `waits_since` could still report the
-        call.
+        This happens before the submitter receives the result. Otherwise `waits_since` could still
+        report the call.
         """
         with self._changed:
             del self._progress[thread]

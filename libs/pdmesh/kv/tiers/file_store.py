@@ -8,10 +8,10 @@ the file is removed. The modification time of a file is the time of its last use
 `core.kv.tiers.file_eviction` uses to choose files for eviction.
 
 All processes that write to the directory share the quota. They count the bytes in use in one small
-file, under a lock. A writer that dies may leave the count too high by one block. Therefore the
-files are counted again when the quota seems to be reached. Other programs may fill the disk before
-the quota is reached. Then the store evicts files once and retries, and fails if the disk is still
-full.
+file, under a lock. A writer that dies may leave the count too high by one block. Therefore a
+process counts the files again when the quota seems to be reached. Other programs may fill the disk
+before the quota is reached. Then the store evicts files once and retries, and fails if the disk is
+still full.
 
 Methods block on I/O and may be called from any thread. They raise OSError if the disk is at fault.
 """
@@ -52,7 +52,7 @@ from pdmesh.kv.transport.base import ByteArray
 
 _SUFFIX: Final = ".kv"
 _TEMPORARY: Final = ".writing-"
-_ABANDONED_S: Final = 300.0  # the writer of a temporary file that is older than this is dead
+_ABANDONED_S: Final = 300.0  # the writer of an older temporary file is taken to be dead
 _COUNT: Final = struct.Struct("<qq")  # bytes added, bytes removed
 _COUNT_FILE: Final = ".count"
 _LOCK_FILE: Final = ".evicting"
@@ -100,17 +100,17 @@ class FileStore:
         self._full_disk = FullDisk()
         self.num_evicted = 0
         self.num_corrupt = 0
-        # Long work calls this on its thread whenever it makes progress.
+        # Long operations call this, on their thread, whenever they make progress.
         self.on_step: Callable[[], None] = _no_step
 
     @property
     def bytes_used(self) -> int:
-        """The bytes of all identities and all writers, as this process last counted them."""
+        """The bytes of all blocks in the directory, as this process last counted them."""
         return self._bytes_used or 0
 
     @property
     def num_blocks_at_most(self) -> int:
-        """How many blocks of this identity the quota has room for."""
+        """The number of this store's blocks that fit into the quota."""
         return self._quota // (HEADER_BYTES + self._block_bytes)
 
     # -- blocks -----------------------------------------------------------------------------------
@@ -136,10 +136,10 @@ class FileStore:
         return mask
 
     def get(self, name: bytes, owner: bytes, out: ByteArray) -> bytes | None:
-        """Read the block into `out` and verify it. Returns its checksum, or None without a file.
+        """Read the block into `out`, verify it and return its checksum.
 
-        Raises BadBlockFile if the file is bad. The file is then removed and counted as corrupt, and
-        the bytes in `out` are undefined.
+        Returns None if the block has no file. Raises BadBlockFile if the file is bad. The file is
+        then removed and counted as corrupt, and the bytes in `out` are undefined.
         """
         path = self._path(name, owner)
         try:
@@ -364,7 +364,10 @@ class FileStore:
 
     @staticmethod
     def _write_count(fd: int, count: _Count) -> None:
-        """Write the count. If the disk has no room for it, it is lost until a block is evicted."""
+        """Write the count.
+
+        If the disk has no room for it, the count is lost until a block is evicted.
+        """
         try:
             os.pwrite(fd, _COUNT.pack(count.added, count.removed), 0)
         except OSError as error:

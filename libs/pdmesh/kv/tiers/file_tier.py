@@ -96,7 +96,7 @@ class FileTier:
     async def contains(self, names: Sequence[bytes], owner: bytes) -> int:
         """A mask of the positions in `names` whose blocks have files (`FileStore.contains`).
 
-        Returns 0 while the disk is off or fails. When cancelled, it looks up no more files.
+        Returns 0 while the disk is off or fails. A cancellation ends the look-up.
         """
         is_given_up = threading.Event()
         try:
@@ -129,13 +129,13 @@ class FileTier:
             return None
         try:
             return await asyncio.wrap_future(self._readers.submit(lambda: self._judged(work)))
-        except OSError:  # `_health` has the error already, or the read was not tried
+        except OSError:  # reported to `_health` already, or the read was not tried
             return None
 
     def _judged(self, work: Callable[[], T]) -> T:
-        """Run a read on its thread and tell its outcome to the disk's health.
+        """Run a read on a disk thread and report the outcome to `_health`.
 
-        This also happens if no load waits for the read any more.
+        The outcome is reported even if no load waits for the read any more.
         """
         try:
             result = work()
@@ -179,9 +179,9 @@ class FileTier:
         written.add_done_callback(lambda done: self._written(block, done))
 
     def keep(self, names: Sequence[bytes], owners: Sequence[bytes], until: Sequence[float]) -> None:
-        """Prevent the eviction of each block's file until its wall-clock time, in the background.
+        """Prevent the eviction of each block's file until the block's time in `until` (wall clock).
 
-        Blocks without a file are skipped.
+        This runs in the background. Blocks without a file are skipped.
         """
 
         def work() -> None:
@@ -201,9 +201,9 @@ class FileTier:
         return self._writer.flush(timeout_s)
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Finish the waiting writes, unless the time ends or the disk hangs. Release the threads.
+        """Finish the waiting writes, unless `timeout_s` passes or the disk hangs.
 
-        Idempotent.
+        Release the threads. Idempotent.
         """
         ends = time.monotonic() + timeout_s
         while not self._writer.flush(min(0.1, timeout_s)) and time.monotonic() < ends:
@@ -229,7 +229,7 @@ class FileTier:
             raise
         finally:
             self._counts.add(Tier.FILE, TierEvent.EVICTED, self._store.num_evicted - evicted)
-        # If nothing was written because the block exists, this shows only that the disk answers.
+        # If the block exists already, `put` writes nothing. That shows only that the disk answers.
         if is_new or self._health.is_write_hanging:
             self._write_ended(None)
         if is_new:

@@ -80,7 +80,7 @@ class HostPool:
         """Let `write` fill a slot, and add the block to the pool.
 
         Returns False if the block is already here or if there is no room. If `write` raises, the
-        block is not stored, and the exception is passed on. Give `checksum` if it is known.
+        block is not stored, and the exception is passed on. Pass `checksum` if it is known.
         """
         slot = self.reserve(name, owner)
         if slot is None:
@@ -108,7 +108,7 @@ class HostPool:
     def commit(
         self, name: bytes, data: ByteArray, checksum: bytes, is_pinned: bool = False
     ) -> None:
-        """Add a block to the pool. Its bytes are complete and have this checksum.
+        """Add a reserved block to the pool. Its bytes are complete and have this checksum.
 
         `is_pinned` also pins the block, as `pin` does.
         """
@@ -155,7 +155,7 @@ class HostPool:
     def fix(self, names: Sequence[bytes]) -> None:
         """Never evict these blocks, which an operator has pinned, once they are in the pool.
 
-        Each call replaces the blocks of the last one. Fixed blocks may fill only a share of the
+        Each call replaces the blocks of the last call. Fixed blocks may fill only a share of the
         pool.
         """
         with self._lock:
@@ -186,9 +186,9 @@ class HostPool:
         return self._book.num_held
 
     def take_kept(self) -> list[tuple[bytes, bytes]]:
-        """(name, owner) of blocks that became kept since the last call.
+        """(name, owner) of each block that the pool began to keep since the last call.
 
-        The pool keeps a block that many requests use.
+        The pool keeps blocks that many requests use: it does not evict them.
         """
         with self._lock:
             names = self._book.take_kept()

@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 
 FAILED_S: Final = 30.0  # after a failed load, nothing is prefetched from the peer for this time
 _MAX_FAILED: Final = 256  # peers whose failures are remembered
-MAX_LOADING: Final = 1024  # blocks that are loaded at once; requests compute further blocks
+MAX_LOADING: Final = 1024  # blocks that are loaded at the same time; the engine computes others
 
 
 @dataclass(slots=True)
@@ -85,9 +85,10 @@ class Loads:
         holdings: dict[str, PeerHolding],
         peers: PeerPools | None,
     ) -> list[BlockLoad]:
-        """Start the loads that the plan needs. Returns these and the plan's loads under way.
+        """Start the loads that the plan needs.
 
-        The caller counts as waiting for each of them until it calls `leave`.
+        Returns these loads, and the plan's loads that are already under way. The caller counts as
+        waiting for each of them until it calls `leave`.
         """
         loads: dict[int, BlockLoad] = {}
         for run in plan.runs:

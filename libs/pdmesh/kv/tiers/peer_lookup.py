@@ -2,8 +2,8 @@
 
 The answer is a hint and may be out of date. `core.kv.tiers.peer_choice` decides which of these
 peers may be asked for blocks. An instance only reads the registry at intervals. If every instance
-watched all others, the cost would grow with the square of their number. A peer that registers after
-the last reading is not asked yet.
+watched all others, the cost would grow with the square of the number of instances. A peer that
+registers after the last reading is not asked yet.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PeerLookup:
     def __init__(self, instance_id: str) -> None:
         self._instance_id = instance_id
         self._records: Mapping[str, InstanceRecord] = {}
-        self._kv_region = ""  # the region that our record confines our KV to
+        self._kv_region = ""  # where our KV must stay, by our record in the registry
         self._corrupt: set[KvSource] = set()  # peers that our record excludes for corrupt KV
         self._channel: grpc.aio.Channel | None = None
         self._place = ("", "")

@@ -1,8 +1,9 @@
 """Fetches KV blocks from the host pools of other instances, and lends blocks to them (S76).
 
 The KV index says which peer holds which blocks. Its answer is a hint and may be out of date. A peer
-refuses a fetch if incarnation or fingerprint do not match. Otherwise it serves the requested blocks
-up to the first one that it no longer has. Every block is verified when it arrives.
+refuses a fetch that is for another incarnation (life of an instance) or another KV fingerprint.
+Otherwise it serves the requested blocks up to the first one that it no longer has. Every block is
+verified when it arrives.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class PeerPools(Protocol):
         """Fetch blocks into `targets`, up to the first one that the peer lacks, and verify them.
 
         Returns the checksums of these blocks, once no late write can reach a target. Never raises.
-        The caller cancels it only when the process ends.
+        The caller cancels this only when the process ends.
         """
         ...
 
@@ -81,8 +82,8 @@ class FetchBlocks(Protocol):
 class AgentPeers:
     """Fetches blocks over the KV agent. `timeout_s` bounds one fetch.
 
-    A fetch of corrupt bytes is reported as a fault of the peer. The host of the instance decides
-    which peers to avoid.
+    A fetch of corrupt bytes is reported as a fault of the peer. The instance's host (its part
+    outside the engine) decides which peers to avoid.
     """
 
     def __init__(

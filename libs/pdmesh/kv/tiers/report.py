@@ -2,7 +2,7 @@
 
 A tier is a place for KV below the engine: the host pool, the peers' pools or files. The process
 that has the tiers, possibly an engine's worker, collects the counts. It sends small reports to the
-instance's host.
+instance's host, the part outside the engine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 
 from pdmesh.core.kv.tier import Tier
 
-REPORT_EVERY_S: Final = 0.05  # how often a rank reports to the instance's host
+REPORT_EVERY_S: Final = 0.05  # between two reports of a rank
 MAX_FAULTS: Final = 64  # faults that wait for a report; a further fault replaces the oldest one
 
 

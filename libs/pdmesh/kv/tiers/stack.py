@@ -1,10 +1,11 @@
 """Brings a prompt's KV blocks into the host pool before the prompt is computed (S76, S77).
 
-The blocks come from files or from peers' pools. Files and index are asked at the same time, and all
-blocks that are worth loading (`core.kv.tiers.load_plan`) are loaded at the same time. The wait ends
-at the caller's deadline, or when computing the blocks would have taken as long. The engine computes
-blocks that have not arrived by then. Their load continues, for the next request. A failure of a
-tier only means fewer blocks.
+The blocks come from files or from peers' pools. The file store and the KV index (which peer holds
+which blocks) are asked at the same time. Then all blocks that are worth loading
+(`core.kv.tiers.load_plan`) are loaded at the same time. The wait ends at the caller's deadline, or
+when the engine could have computed the blocks instead. The engine computes blocks that have not
+arrived by then. Their load continues, for the next request. A failure of a tier only means fewer
+blocks.
 """
 
 from __future__ import annotations
@@ -155,8 +156,8 @@ class TierStack:
         """Load blocks from a peer before a prompt needs them, if this is expected to save time.
 
         `chance` is the probability that a prompt needs the blocks. `core.kv.tiers.prefetch` limits
-        how many blocks are loaded within `timeout_s`. After a failed load from a peer, nothing is
-        prefetched from this peer for some time.
+        the number of blocks to what can be loaded within `timeout_s`. After a failed load from a
+        peer, nothing is prefetched from this peer for some time.
         """
         if self.peers is None or self._is_closing or self._loads.failed_lately(holder.instance_id):
             return
@@ -186,9 +187,9 @@ class TierStack:
         names: Sequence[bytes],
         hold_s: float,
     ) -> None:
-        """Hold, release or retire a session's blocks, as its client has announced.
+        """Hold, release or retire a session's blocks when its client pauses, resumes or ends it.
 
-        A held block is evicted last.
+        A held block is evicted last, and a retired one first.
         """
         until = self._clock() + min(hold_s, MAX_HOLD_S)
         self.pool.note_session(state, session, owner, names, until)
@@ -220,8 +221,8 @@ class TierStack:
     def pin(self, prefixes: Sequence[PinnedPrefix]) -> None:
         """Keep the blocks of prefixes that an operator pinned: neither pool nor files evict them.
 
-        Each call replaces the prefixes of the last one. `core.kv.prefix.pins` bounds their share.
-        Files are kept until the time of the pin is over.
+        Each call replaces the prefixes of the last call. `core.kv.prefix.pins` bounds their share.
+        Files are kept until the pin ends.
         """
         before, names = self._pinned, [name for prefix in prefixes for name in prefix.names]
         self.pool.fix(names)
@@ -348,7 +349,7 @@ class TierStack:
         return pinned
 
     async def _without_bad(self, blocks: list[PinnedBlock]) -> list[PinnedBlock]:
-        """The blocks up to the first one whose bytes in memory have changed since it was stored."""
+        """The blocks before the first one whose bytes changed in memory after it was stored."""
         try:
             if sum(block.data.size for block in blocks) > _CHECK_ASIDE_BYTES:
                 num_good = await asyncio.to_thread(_num_intact, blocks)

@@ -4,7 +4,7 @@
 messages and payloads. It keeps messages in order, and payloads in order. Messages are small and
 copied. A payload moves from one arena (memory registered for KV) directly into another. Sender and
 receiver match payloads by key. Callbacks run on the event loop that started the transport. There is
-no coroutine per message, because one would cost more than moving a small prompt.
+no coroutine per message, because one would cost more than moving a small prompt's KV.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MAX_MESSAGE = 96 << 10  # bytes
 class KvConnection(Protocol):
     """The connection to one peer.
 
-    Calls on a connection that is closed or closing do nothing. The handler's `on_closed` gets the
-    reason for the end.
+    Calls on a connection that is closed or closing do nothing. The handler's `on_closed` receives
+    the reason for the end.
     """
 
     @property
@@ -78,7 +78,7 @@ class ConnectionHandler(Protocol):
     def on_closed(self, connection: KvConnection, reason: str) -> None:
         """The last callback of a connection, called exactly once.
 
-        From now on no send reads and no late write reaches any buffer.
+        From now on, no send reads a buffer and no late write reaches one.
         """
         ...
 

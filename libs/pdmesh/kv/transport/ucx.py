@@ -1,15 +1,15 @@
 """`KvTransport` over UCX through ucxx: RDMA and cuda_ipc on a cluster, tcp and shm on a laptop.
 
-All connections share one receive for messages, so that the cost of a wake-up does not grow with the
-number of peers. Messages travel in frames. A frame contains all messages to one peer from one turn
-of the event loop, because a send and its completion cost more than moving a small prompt's bytes. A
-frame names its connection by a random number that only the two ends know. Payloads are received in
-place, by a tag made of the connection number and the pull's key.
+All connections share one posted receive for messages, so that the cost of a wake-up does not grow
+with the number of peers. Messages travel in frames. A frame contains all messages to one peer from
+one turn of the event loop, because a send and its completion cost more than moving a small prompt's
+bytes. A frame names its connection by a random number that only the two ends know. Payloads are
+received in place, by a tag made of the connection number and the pull's key.
 
-There is no listener. To connect, a peer sends a hello to the worker's address (`ucx_handshake`).
-The successive transports of a process share one worker and its handshake key (`ucx_worker`). Each
-transport has a random life number, which is part of its address. A hello that names the life of an
-earlier transport makes no connection.
+There is no listener. To connect, a peer sends a hello to the address of the UCX worker
+(`ucx_handshake`). The successive transports of a process share one worker and its handshake key
+(`ucx_worker`). Each transport has a random life number, which is part of its address. A hello that
+names the life of an earlier transport makes no connection.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from pdmesh.kv.transport.ucx_worker import (
 log = structlog.get_logger(__name__)
 
 _MAX_FRAME = LENGTH.size + MAX_MESSAGE  # without the frame's header
-_AT_ONCE = 32 << 10  # a message of at least this size is sent at once, not copied to wait
-MAX_CONNECTIONS = 4096  # in both directions together
+_AT_ONCE = 32 << 10  # a message of at least this size is sent immediately, without a copy
+MAX_CONNECTIONS = 4096  # incoming and outgoing ones together
 _FLUSH_S = 0.2  # time to send the last messages, mostly acks
 _DRAIN_S = 2.0
 _MAX_OPENINGS = 8  # attempts to connect, if UCX ends the connection before the peer's welcome
@@ -62,13 +62,13 @@ _WARM_UP_S = 1.0
 class _LostInGreeting(KvTransferFailed):
     """UCX ended the connection before the peer's welcome arrived.
 
-    The peer may be gone. Or an earlier hello was given up, and the peer closed its endpoint of this
-    pair long ago. UCX's keepalive notices that only now (`ucx_endpoints`).
+    The peer may be gone. Or it closed its endpoint of this pair long ago, after an earlier hello
+    that this side gave up, and UCX's keepalive notices that only now (`ucx_endpoints`).
     """
 
 
 class UcxTransport:
-    """A transport that stays on the event loop of `start`, which may be asyncio's or uvloop's."""
+    """A transport that runs on the event loop that called `start`, asyncio's or uvloop's."""
 
     def __init__(self, host: str = "127.0.0.1", *, reaches_gpu: bool = False) -> None:
         """If `host` is a loopback address, UCX uses only the loopback device.
@@ -83,7 +83,8 @@ class UcxTransport:
         self._life = secrets.randbits(64)
         self._is_closing = False
         self._by_number: dict[int, UcxConnection] = {}
-        # By the peer's address and the turn of our hello: connections that wait for a welcome.
+        # Connections that wait for a welcome, by peer address and turn of our hello
+        # (`ucx_endpoints`).
         self._greeting: dict[tuple[bytes, int], UcxConnection] = {}
         self._talking: dict[UcxConnection, None] = {}  # connections with unsent messages
         self._emptied = asyncio.Event()  # set when no connection is left
@@ -176,7 +177,7 @@ class UcxTransport:
         ucx = self._ucx
         if ucx is None or self._is_closing:
             return
-        self._is_closing = True  # new peers are turned away from now on
+        self._is_closing = True  # from now on, new peers are turned away
         self._send_waiting()
         ucx.drain(lambda: not any(c.num_unsent for c in self._by_number.values()), _FLUSH_S)
         for connection in list(self._by_number.values()):
@@ -205,7 +206,7 @@ class UcxTransport:
     def add_message(self, connection: UcxConnection, parts: Sequence[bytes | memoryview]) -> None:
         """Add the message to the peer's next frame, which is sent in this turn of the loop.
 
-        A large message is sent at once.
+        A large message is sent immediately.
         """
         size = sum(len(part) for part in parts)
         assert 0 < size <= MAX_MESSAGE
@@ -245,7 +246,7 @@ class UcxTransport:
             self.watch(request, connection.on_posted, frame)
 
     def close_soon(self, connection: UcxConnection) -> None:
-        """Close the endpoint later, because nothing may be closed within a callback of UCX."""
+        """Close the endpoint later, because UCX allows no closing within its callbacks."""
         _settle(connection.greeted, connection.close_reason)
         self._dying.append(connection)
         if self._ucx is not None:
@@ -276,7 +277,7 @@ class UcxTransport:
             if not connection.is_fenced:
                 connection.lose("the peer said goodbye")
             return
-        # Read a welcome even if the connection is fenced: a goodbye needs the peer's number.
+        # Read a welcome even if the connection was aborted: a goodbye needs the peer's number.
         while at + LENGTH.size <= end and not (connection.is_fenced and connection.peer_number):
             (length,) = LENGTH.unpack_from(view, at)
             at += LENGTH.size

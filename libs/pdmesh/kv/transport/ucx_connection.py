@@ -1,4 +1,4 @@
-"""A `KvConnection` over one UCX endpoint: posts its sends and receives, and ends it."""
+"""A `KvConnection` over one UCX endpoint: posts sends and receives, and ends the connection."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class UcxConnection:
             self._post_payload(self.endpoint.raw.tag_recv, self.number, key, buffer, on_received)
 
     def move_to(self, endpoint: PairedEndpoint) -> None:
-        """Use another endpoint to the same peer. Only the greeting may have been sent so far."""
+        """Use another endpoint to the same peer. Only a hello may have been sent so far."""
         if self.endpoint is not None:
             self.endpoint.raw.remove_close_callback()
         self.endpoint = endpoint
@@ -82,7 +82,10 @@ class UcxConnection:
         self.lose(reason)
 
     def lose(self, reason: str) -> None:
-        """End the connection because the peer is gone. Messages already received are handled."""
+        """End the connection because the peer is gone.
+
+        Messages already received are still handled.
+        """
         if not self.close_reason:
             self.close_reason = reason
             self._transport.close_soon(self)
@@ -113,7 +116,7 @@ class UcxConnection:
         self._transport.watch(request, done, buffer)
 
     def on_posted(self, is_ok: bool) -> None:
-        """UCX has sent a frame or a greeting, or has failed to send it."""
+        """UCX has sent a frame, hello or welcome, or has failed to send it."""
         self.num_unsent -= 1
         if not is_ok:
             self.lose(PEER_GONE)

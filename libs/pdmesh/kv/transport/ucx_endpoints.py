@@ -6,8 +6,9 @@ closed, the other may fail, mostly at UCX's next keepalive. Therefore both ends 
 have the same turn. Otherwise the end of an older connection would end this one.
 
 The counts of the two workers diverge when one worker makes an endpoint that the other does not
-answer. This happens if a hello is given up or lost, or if two hellos cross. Hello and welcome name
-the turns of their endpoints, so that the worker with the lower count can skip turns.
+answer. This happens if a hello is given up or lost, or if two hellos cross. Hello and welcome, the
+messages that open a connection, name the turns of their endpoints. So the worker with the lower
+count can skip turns.
 """
 
 from __future__ import annotations

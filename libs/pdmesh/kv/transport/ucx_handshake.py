@@ -1,11 +1,11 @@
 """The addresses and the opening messages by which two UCX transports connect without a listener.
 
-The address of a process has three parts: the UCX address of its worker, its handshake key, and a
-random number for the life of its transport. The mesh's control channel brings the address to peers.
-A peer connects by sending a hello to connection number 0. The hello contains a connection number,
-and the answer (a welcome) is sent to that number. Hello and welcome carry a keyed digest, so that
-no stranger's message and no damaged byte reaches UCX's parser of addresses. A stranger gets no
-answer.
+The address of a process has three parts: the UCX address of the worker, the handshake key, and a
+random number that identifies the transport (its life). Peers get the address over the mesh's
+control channel. A peer connects by sending a hello to connection number 0. The hello contains a
+connection number, and the answer (a welcome) is sent to that number. Hello and welcome carry a
+keyed digest, so that no stranger's message and no damaged byte reaches UCX's parser of addresses. A
+stranger gets no answer.
 """
 
 from __future__ import annotations

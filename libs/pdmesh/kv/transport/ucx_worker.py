@@ -54,8 +54,8 @@ _ENVIRONMENT = {
     "UCX_SYSV_ERROR_HANDLING": "y",
     # A receiver on the same machine reads large payloads directly from the sender's memory (CMA).
     # With error handling, UCX allows this only if the sender can revoke the access. This value
-    # claims that it can, although CMA has no revocation. At worst, a late read gets a mix of old
-    # and new bytes, which the checksum detects (ADR 0006).
+    # claims that the sender can, although CMA has no revocation. At worst, a late read gets a mix
+    # of old and new bytes, which the checksum detects (ADR 0006).
     "UCX_CMA_MEMORY_INVALIDATE": "y",
     # Shared memory moves pieces of this size, and each piece costs a wake-up. The default is 8K and
     # the maximum is 64K.
@@ -77,7 +77,7 @@ MAX_REFUSING = 64  # peers that are being turned away
 _REFUSE_S = 5.0
 MAX_GIVEN_UP = 256  # remembered connections that ended before their welcome
 LENGTH = struct.Struct("<I")  # precedes each message of a frame
-# The receiver's connection number, and how many bytes follow. No bytes mean a goodbye.
+# The receiver's connection number, and the number of bytes that follow. 0 means a goodbye.
 FRAME = struct.Struct("<QI")
 
 
@@ -104,7 +104,8 @@ def options_for(host: str, *, reaches_gpu: bool = False) -> dict[str, str]:
     """The UCX options of an agent on this host.
 
     On a loopback address the agent uses tcp on `lo` only. With `reaches_gpu`, payloads may also lie
-    in a GPU's memory. On other addresses there are no options. The environment overrides options.
+    in a GPU's memory. For other addresses there are no options. The environment overrides these
+    options.
     """
     if not is_local(host):
         return {}
@@ -128,9 +129,10 @@ def context_info(options: dict[str, str]) -> str:
 
 
 class UcxWorker:
-    """A UCX context with its worker. Progresses it, reports completed requests, receives frames.
+    """A UCX context with its worker.
 
-    Only one event loop uses a worker at a time.
+    This class progresses the worker, reports completed requests and receives frames. Only one event
+    loop uses a worker at a time.
     """
 
     def __init__(self, options: dict[str, str], inbox_bytes: int) -> None:
@@ -242,7 +244,8 @@ class UcxWorker:
     def give_up(self, number: int, there: Address) -> None:
         """Remember a connection of ours that ended before its welcome.
 
-        The peer may have accepted the connection. If its welcome arrives, the peer gets a goodbye.
+        The peer may have accepted the connection. If the peer's welcome arrives, the answer is a
+        goodbye.
         """
         self._given_up[number] = there
         if len(self._given_up) > MAX_GIVEN_UP:

@@ -1,6 +1,7 @@
 """Converts fault signals and vitals between protobuf messages and the core's types.
 
-Vitals are the counters by which an instance is judged. Each heartbeat has them.
+A fault signal is one sign of a fault. Vitals are the counters by which an instance is judged, as
+each heartbeat reports them.
 """
 
 from __future__ import annotations

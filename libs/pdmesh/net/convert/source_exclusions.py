@@ -32,7 +32,7 @@ def excluded_to_proto(excluded: ExcludedSource) -> ExcludedKvSource:
 def excluded_from(record: InstanceRecord) -> tuple[ExcludedSource, ...]:
     """The exclusions in a record, without those for a fault that this release does not know.
 
-    The decode itself applies all of them.
+    The decode itself applies all exclusions.
     """
     return tuple(
         ExcludedSource(KvSource(h.source.instance_id, h.source.incarnation), fault)

@@ -36,7 +36,7 @@ async def call_leader(
     within_s: float = _CALL_S,
     mesh_token: str | None = None,
 ) -> T:
-    """Call the leading master, again and again until it answers.
+    """Call the leading master, and retry until it answers.
 
     The token is sent only to the leader. Raises the error that the master answers with, or
     Unavailable if no leading master answers in time.
@@ -60,7 +60,7 @@ async def call_leader(
 async def _leader(bus: NatsBus) -> InstanceRecord | None:
     """The master whose record says that it leads, or None.
 
-    If the records of two masters say so, it is the master with the later epoch.
+    If two records say so, the one with the later epoch (the number of a leadership) counts.
     """
     view = await NatsRegistry(bus, WATCHER_LEASE_S).watch()
     try:

@@ -1,8 +1,8 @@
 """Sends a small test request to a prefill and a decode, as a gateway would send it.
 
 The request bypasses the gateways: no gateway counts it, and no tenant pays for it. It shares no KV
-with other requests. It has its own sessions with the instances. When a session ends, the instance
-frees everything that the request used there.
+with other requests. Its work on one instance is a leg. Each leg has a separate session (a gRPC
+stream). When a session ends, the instance frees everything that the request used there.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Canary:
         self._prefill, self._decode = prefill, decode
         self._sender_id, self._timeout_s = sender_id, timeout_s
         self.asked: list[InstanceRecord] = []
-        self._legs: list[_Leg] = []  # in the sessions opened so far
+        self._legs: list[_Leg] = []  # one per session opened so far
 
     async def send(self) -> None:
         """Send the request and wait for its end. Raises CanaryRefused or CanaryFailed.
@@ -145,7 +145,7 @@ class _Leg:
 
     @property
     def is_behind_others(self) -> bool:
-        """Whether the engine has made progress while this leg waited, and has other work, too."""
+        """Whether the engine made progress while this leg waited, and has work besides the leg."""
         return self._has_worked and self._num_open_tokens > len(_PROMPT) // 4 + _NUM_TOKENS
 
     async def until(self, kind: str) -> SessionEvent:

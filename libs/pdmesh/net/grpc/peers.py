@@ -41,7 +41,7 @@ def check_role(method: str, context: Context, callers: Collection[str]) -> None:
 
 
 def check_says(caller: ProcessIdentity | None, instance_id: str, field: str) -> None:
-    """Raises WrongPeer if the caller has a certificate and it names another instance."""
+    """Raises WrongPeer if the caller has a certificate that names another instance."""
     if caller is not None and caller.instance_id != instance_id:
         raise WrongPeer(f"the certificate is for {caller}, not {instance_id!r}", field=field)
 

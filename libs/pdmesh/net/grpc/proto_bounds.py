@@ -71,7 +71,10 @@ def _walk_inner(data: bytes, at: int, end: int, name: str, message: Descriptor, 
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Decode a number. Returns it and the position after it. Raises IndexError without one."""
+    """Decode the number at `at`.
+
+    Returns the number and the position after it, or raises IndexError.
+    """
     value = 0
     for shift in range(0, 70, 7):
         byte = data[at]

@@ -1,7 +1,7 @@
 """The mesh's gRPC channels and servers. All services make their channels and servers here.
 
-There are two reasons. grpcio's documented keepalive does not notice a frozen peer, unless
-`grpc.http2.ping_timeout_ms` is set on both sides. And grpcio answers a malformed request with
+There are two reasons. First, grpcio's documented keepalive does not notice a frozen peer, unless
+`grpc.http2.ping_timeout_ms` is set on both sides. Second, grpcio answers a malformed request with
 UNKNOWN and the parser's text. This module parses requests itself and answers INVALID_ARGUMENT. It
 also sends MeshErrors as gRPC statuses, and converts them back on the other side.
 """
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 Check = Callable[[grpc.aio.ServicerContext[Any, Any]], None]  # raises if the caller may not call
 
-MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024  # between the mesh's services; public ports differ
+MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024  # for calls between the mesh's services
 _STATUS_DETAILS: Final = "grpc-status-details-bin"
 _DOMAIN: Final = "pdmesh"
 # The limit per server. Each connection takes a file descriptor. A process without free descriptors
@@ -123,10 +123,10 @@ def channel_to(record: InstanceRecord, mesh_token: str | None = None) -> grpc.ai
 def channel(address: str, mesh_token: str | None = None, name: str = "") -> grpc.aio.Channel:
     """A channel that reports a dead or frozen peer within 3 s, and reconnects fast.
 
-    The channel sends `mesh_token`, by default this process's token, and none if it is empty. It
-    ignores proxies of the environment, which are for traffic out of the mesh. If this process has
-    certificates, the channel uses mutual TLS. The server's certificate must then have `name`, by
-    default the host of the address.
+    The channel sends `mesh_token`, by default this process's token. It sends no token if that is
+    empty. It ignores the environment's proxy settings, which are for traffic that leaves the mesh.
+    If this process has certificates, the channel uses mutual TLS. The server's certificate must
+    then have `name`, by default the host of the address.
     """
     token = _Credential.token if mesh_token is None else mesh_token
     own = own_certificates()
@@ -364,8 +364,8 @@ async def fail(context: grpc.aio.ServicerContext[Any, Any], exc: Exception) -> N
 def to_status(exc: MeshError) -> Status:
     """The error as google.rpc.Status.
 
-    The details are ErrorInfo, BadRequest if the error names a field, and RetryInfo if the error has
-    a time to retry after.
+    The details are ErrorInfo, BadRequest if the error names a field, and RetryInfo if the error
+    says when to retry.
     """
     status = Status(code=grpc.StatusCode[exc.grpc_code].value[0], message=exc.message)
     details: list[Message] = [ErrorInfo(reason=exc.reason, domain=_DOMAIN)]

@@ -1,4 +1,4 @@
-"""Bounds on incoming gRPC messages: who may send one, how long it may take, how many at once.
+"""Bounds incoming gRPC messages: the senders, the time for each message, and the number at a time.
 
 gRPC reads the message of a unary call before it calls the handler, from any caller, and waits
 forever for the last byte. Thus a few connections could make a server hold gigabytes, by sending all
@@ -22,8 +22,8 @@ from pdmesh.errors import DeadlineExceeded, Overloaded
 READ_AHEAD: Final = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536))
 
 _GRACE_S: Final = 0.25
-# The most calls that wait for their messages. A call costs about 30 KB, and one connection can
-# begin a thousand calls.
+# The number of calls that may wait for their messages. A call costs about 30 KB, and one connection
+# can begin a thousand calls.
 _MAX_WAITING: Final = 4096
 
 # grpc-stubs has no types for a call's details and for handlers that fit here.
@@ -33,9 +33,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Incoming:
-    """Receives messages, at most `max_messages` at once.
+    """Receives messages, at most `max_messages` at the same time.
 
-    When this bound is reached, the message that has been arriving for longest gets only a little
+    When this bound is reached, the message that has been arriving for longest has only a little
     more time.
     """
 

@@ -36,8 +36,8 @@ M = TypeVar("M", bound=Message)
 class Board(Generic[M]):
     """A board with entries of the type `kind`.
 
-    The parameter `instance_id` is the key of an entry. For pins and adapters, it is the id of the
-    pin or the name of the adapter.
+    The parameter `instance_id` is the key of an entry. On the boards of pins and of adapters, that
+    is a pin's id or an adapter's name.
     """
 
     def __init__(self, bucket: KvBucket, kind: type[M]) -> None:
@@ -129,7 +129,7 @@ class BoardView(Generic[M]):
     def _on_loaded(self) -> None:
         """Find wiped entries (F21).
 
-        A key was wiped if the reopened watch has shown neither a value nor a removal marker.
+        A key was wiped if the reopened watch has shown neither a value nor a removal marker for it.
         """
         for key in self._unseen:
             self._revisions.pop(key, None)
@@ -170,7 +170,7 @@ def fault_board(bus: NatsBus) -> Board[FaultReport]:
 def pin_board(bus: NatsBus) -> Board[Pin]:
     """The leading master's list of pinned prefixes, whose KV must not be evicted.
 
-    The list has names of blocks, and no tokens.
+    The list contains names of blocks, and no tokens.
     """
     return Board(KvBucket(bus, buckets.PINS), Pin)
 

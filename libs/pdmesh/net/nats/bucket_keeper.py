@@ -1,4 +1,4 @@
-"""Makes all buckets at the start and after a wipe (F21), for roles that may not make buckets."""
+"""Makes all buckets at the start and after a wipe (F21), since most roles may not make buckets."""
 
 from __future__ import annotations
 

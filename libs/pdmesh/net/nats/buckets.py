@@ -1,8 +1,8 @@
 """The names of all JetStream buckets, and the subjects by which a process uses JetStream.
 
 If NATS has permissions by role (ADR 0044), every process has its own account at NATS. JetStream
-belongs to another account. A process imports the parts of its API that its role may use, under the
-prefix IMPORTED_API.
+belongs to another account. A process's account imports the parts of JetStream's API that the
+process's role may use, under the prefix IMPORTED_API.
 """
 
 from __future__ import annotations
@@ -36,5 +36,5 @@ INBOX: Final = "_INBOX"
 
 
 def inbox_of(role: str, instance_id: str) -> str:
-    """The prefix of the subjects on which a process gets answers to its requests."""
+    """The prefix of the subjects on which a process receives answers to its requests."""
     return f"{INBOX}.{role}.{instance_id}"

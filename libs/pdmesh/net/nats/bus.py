@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 MIN_SERVER: Final = (2, 11)  # the first version with per-key expiry markers
-_MAX_PENDING_BYTES: Final = 4 * 1024 * 1024  # of events that the server has not taken yet
+_MAX_PENDING_BYTES: Final = 4 * 1024 * 1024  # of events that are not sent yet
 _MAX_QUEUED_EVENTS: Final = 65_536  # unhandled events per subscription
 _MAX_QUEUED_BYTES: Final = 32 * 1024 * 1024
 _COMPLAIN_EVERY_S: Final = 5.0
@@ -53,7 +53,7 @@ _reconnects = metrics.counter(names.BUS_RECONNECTS, "How often the connection to
 class NatsSubscription:
     """A subscription to the subjects of one pattern.
 
-    An exception of the handler is logged, and the next event is handled all the same.
+    An exception of the handler is logged, and the next event is still handled.
     """
 
     def __init__(self, pattern: str, handler: Handler, on_gap: Callable[[], None] | None) -> None:
@@ -252,7 +252,7 @@ class NatsBus:
             async with asyncio.timeout(1.0):  # time for the last events to be sent
                 await self._close_client()
         # nats-py cancels each of its tasks once. A reconnection task that loses this cancellation
-        # continues forever, and the event loop waits for it at its end.
+        # continues forever, and the event loop cannot end before the task does.
         current = asyncio.current_task()
         left = (getattr(self._client, name) for name in _CLIENT_TASKS)
         await tasks.end(task for task in left if task is not None and task is not current)
@@ -262,7 +262,7 @@ class NatsBus:
             await self._client.close()
         except asyncio.CancelledError:
             # Some tasks of nats-py wait for the end of the same socket. A cancellation of one of
-            # these tasks also cancels the waits of the others, such as this one.
+            # these tasks also cancels the other waits, such as the one here.
             if (current := asyncio.current_task()) is None or current.cancelling():
                 raise
 
@@ -335,7 +335,7 @@ class NatsBus:
             self._complain("bus.error", error=str(exc))
 
     def _complain(self, event: str, **data: object) -> None:
-        """Log at most one line every few seconds, because an outage makes ten errors a second."""
+        """Log at most one line every few seconds, because an outage causes ten errors a second."""
         now = time.monotonic()
         if now - self._complained_at >= _COMPLAIN_EVERY_S:
             self._complained_at = now

@@ -3,7 +3,8 @@
 The key `current` has the version number, the text and the author of the current version, so a
 single write makes a new version. Before that, the current version is copied to another key, such as
 `v7`. A writer that dies between the two steps leaves only an extra copy. Further keys have the
-adjustments (changes that plans of moves made) and the state of the upgrades.
+adjustments and the state of the upgrades. An adjustment is a change that was made by moving
+instances between groups, not by a new version.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class DesiredStore:
         self._bucket = bucket
 
     async def version(self, number: int = 0) -> DesiredVersion | None:
-        """Version `number`, or the current version for 0. None if it does not exist."""
+        """Version `number`, or the current version for 0. None if there is no such version."""
         current = _parse(await self._get_current())
         if current is None or number in (0, current.version):
             return current
@@ -74,12 +75,12 @@ class DesiredStore:
     ) -> tuple[DesiredVersion, int]:
         """Make `text` the next version. Returns the version and the revision of its key.
 
-        `known` is the latest version that the caller has seen. It counts as current if the store
-        was wiped and no longer has it, so that no version number is used twice.
+        `known` is the latest version that the caller has seen. If the store was wiped and lacks
+        that version, `known` counts as current, so that no version number is used twice.
 
-        Raises VersionConflict unless the expected version is current. Without an expected version,
-        any current version is replaced. If another writer applies a version at the same time, this
-        retries a few times.
+        Raises VersionConflict if `expected_version` is given and is not the current version.
+        Otherwise any current version is replaced. If another writer applies a version at the same
+        time, this retries a few times.
         """
         num_tries = 1 if expected_version is not None else _UNCONDITIONAL_TRIES
         after = DesiredVersion(text=text, author=author, reason=reason, canary_share=canary_share)
@@ -118,7 +119,8 @@ class DesiredStore:
 
         `last` is 0 if there are none. Raises VersionConflict if another writer has written
         adjustments since. The caller should then decide again from the new ones. Raises NotLeader
-        if a leader of a later epoch has written adjustments, even if `last` is their revision.
+        if a leader of a later epoch (the number of a leadership) has written adjustments, even if
+        `last` is their revision.
         """
         return await self._replace(ADJUSTED, adjustments, last)
 
@@ -286,7 +288,7 @@ class DesiredBook:
             self.missing.discard(key)
 
     def _is_latest(self, key: str, revision: int) -> bool:
-        """Note our own write. Returns False if a later write arrived before our write's answer."""
+        """Note our own write. Returns False if a later write arrived before the answer to ours."""
         if revision < self._revisions.get(key, 0):
             return False
         self._seen.add(key)

@@ -33,7 +33,7 @@ _REQUEST_S: Final = 1.0
 _HEARTBEAT_S: Final = 0.5
 _SILENCE_S: Final = 1.5  # a watch opens a new consumer if nothing arrives for this time
 _BACKOFF_S: Final = (0.1, 1.0)
-_TRIES: Final = 3  # how often an entry is delivered to a callback that raises
+_TRIES: Final = 3  # deliveries of an entry to a callback that raises
 _WRONG_SEQUENCE: Final = (10071, 10164)
 _NAME_IN_USE: Final = 10058
 _OPERATION: Final = "KV-Operation"  # set by a client that deletes
@@ -221,8 +221,8 @@ class KvWatch:
     """Follows a bucket until `close`. Opens a new consumer whenever its consumer breaks.
 
     Callbacks run on the event loop, in the bucket's order. If `on_entry` raises for an entry, the
-    watch delivers all entries again. If this happens a few times, the watch leaves the entry out,
-    so that it can become live.
+    watch delivers all entries again. After a few failures, the watch leaves the entry out, so that
+    the watch can become live.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Elects one leader among the processes of a service, by a lease in JetStream.
 
 The lease is a key in the bucket `pdmesh-leader`. Of several attempts to win, only the first write
-succeeds, because each write is compared with the key's revision. `core.control.leadership` decides
+succeeds, because each write names the revision that it replaces. `core.control.leadership` decides
 when a leadership is over. A standby is notified at once when the lease expires or is given up. It
 also tries every third of a lease.
 """
@@ -33,8 +33,9 @@ class LeaderElection:
     """One process's part in the election.
 
     `on_change(is_leader, epoch)` is called when the leadership of this process or its epoch
-    changes. `num_won` counts the elections that this process has won. The epoch is no such count:
-    it is at least the revision of the lease at the win, and renewals also raise the revision.
+    changes. The epoch is the number of a leadership. It grows with each election, but does not
+    count the elections, because it is at least the lease's revision, which renewals also raise.
+    `num_won` counts the elections that this process has won.
     """
 
     def __init__(

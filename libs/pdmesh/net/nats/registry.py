@@ -1,7 +1,8 @@
 """The registry in JetStream: one record per process, which expires unless its owner renews it.
 
-A record expires `lease_s` after its last renewal. A new incarnation takes over its id at once. The
-next renewal of the earlier incarnation then fails, because the record has another revision.
+A record expires `lease_s` after its last renewal. A new incarnation (a later process with the same
+id) takes over the id at once. The next renewal of the earlier incarnation then fails, because the
+record has another revision.
 
 After an outage of the server, a view reports no process as dead for one lease and a margin, because
 the owners could not renew their records (F18). In a cluster, the bucket may refuse writes for

@@ -16,7 +16,7 @@ OUTAGE_S: Final = 1.5  # without an echo for this time, the server counts as los
 class ServerNews(Enum):
     LOST = auto()
     RESTORED = auto()
-    STILL_LOST = auto()  # lost at two looks in a row, so a late event loop is not the cause
+    STILL_LOST = auto()  # lost at two checks in a row, so a late event loop is not the cause
 
 
 class ServerLiveness:
@@ -56,7 +56,7 @@ class ServerLiveness:
         return news
 
     def look(self, now: float) -> list[ServerNews]:
-        """Look for missing echoes. To be called every `ECHO_EVERY_S`."""
+        """Check for missing echoes. Call this every `ECHO_EVERY_S`."""
         if now - self._last_echo < OUTAGE_S:
             return []
         return self.disconnected() or [ServerNews.STILL_LOST]

@@ -17,11 +17,11 @@ _PLAIN_TEXT: Final = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"})
 
 
 class TlsClient(Client):
-    """Connects with the order of TLS handshake and first line that the server uses.
+    """Connects whether the server begins with the TLS handshake or with its first line.
 
-    The order is a setting of the server (`handshake_first`). The client first tries the order that
-    begins with the handshake, and then the other. In both orders, the handshake checks the server's
-    certificate before the client sends CONNECT.
+    A server sends its first line after the handshake or before it, depending on its setting
+    `handshake_first`. The client tries with the handshake first, and then the other order. In both
+    orders, the handshake checks the server's certificate before the client sends CONNECT.
     """
 
     async def _process_connect_init(self) -> None:

@@ -1,7 +1,7 @@
 """Stores the usage book in the bucket `pdmesh-usage`, under one key.
 
-Usage is the instance time by service, scenario, group and pool. A write succeeds only if its writer
-has read or written the latest revision.
+Usage is the time of instances by service, scenario (a kind of requests), group and pool (a borrower
+of groups). A write succeeds only if its writer has read or written the latest revision.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Selects the usable keys of a JWK set, to check tokens with: asymmetric and strong enough."""
+"""Selects the keys of a JWK set that may verify tokens: asymmetric keys that are strong enough."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The environment of services that take tokens of an OpenID provider."""
+"""The environment of services that accept tokens of an OpenID provider."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _algorithm(name: str) -> str:
 
 
 class ClaimedLimits(JsonObject):
-    """The limits of a tenant whose token has none; null: no limit."""
+    """The limits of a tenant whose token states none. Null means no limit."""
 
     requests_per_s: float | None = Field(None, gt=0)
     tokens_per_min: float | None = Field(None, gt=0)
@@ -47,7 +47,7 @@ class ClaimedLimits(JsonObject):
 
 
 class OidcSettings(ServiceSettings):
-    """A service takes tokens if `oidc_issuer` is set."""
+    """A service accepts tokens if `oidc_issuer` is set."""
 
     oidc_issuer: str = shared(
         "",
@@ -107,7 +107,7 @@ class OidcSettings(ServiceSettings):
     @field_validator("oidc_issuer", "oidc_jwks_url")
     @classmethod
     def _is_private(cls, url: str, info: ValidationInfo) -> str:
-        """An attacker who changes the keys in transit can make valid tokens."""
+        """Require TLS: an attacker who changes the keys in transit can make valid tokens."""
         if url and (problem := _problem(url, is_trusted=bool(info.data.get("insecure_network")))):
             raise PydanticCustomError("url", "{problem}", {"problem": problem})
         return url
@@ -115,7 +115,7 @@ class OidcSettings(ServiceSettings):
     @field_validator("oidc_audience")
     @classmethod
     def _is_for_somebody(cls, audience: str, info: ValidationInfo) -> str:
-        """Otherwise tokens of the provider for any other service would be accepted."""
+        """Require an audience, so that the provider's tokens for other services are refused."""
         if info.data.get("oidc_issuer") and not audience:
             raise PydanticCustomError("audience", "needed with oidc_issuer")
         return audience
@@ -131,7 +131,7 @@ class OidcSettings(ServiceSettings):
         )
 
     def token_verifier(self) -> TokenVerifier | None:
-        """None: the service takes no tokens."""
+        """None if the service accepts no tokens."""
         if not self.oidc_issuer:
             return None
         algorithms = tuple(self.oidc_algorithms)

@@ -31,7 +31,7 @@ log = structlog.get_logger(__name__)
 
 _MAX_TOKEN_CHARS: Final = 8192
 _MAX_KNOWN: Final = 4096  # remembered tokens, whose signatures are not checked again
-_WAIT_S: Final = 2.0  # how long a token waits for a fetch of its key
+_WAIT_S: Final = 2.0  # the longest wait of a token for a fetch of its key
 _RETRY_MS: Final = 1000
 _WRONG_SIGNATURE: Final = "WRONG_SIGNATURE"
 

@@ -194,7 +194,7 @@ def _issuer(
 ) -> x509.Certificate:
     """The authority that issued the chain. If several match, the one that expires last.
 
-    TLS checks the chain again and more strictly. The errors raised here name the file.
+    TLS checks the chain again, and more strictly, but the errors raised here name the file.
     """
     current = chain[0]
     for issuer in (*chain[1:], None):

@@ -1,7 +1,7 @@
 """TLS contexts of Python's `ssl` module, for connections to NATS.
 
-A connection shows this process's certificate. It accepts only a server with a certificate from the
-process's authorities for the name in the address.
+A connection shows this process's certificate. The connection accepts only a server whose
+certificate is from one of the process's authorities and names the host in the address.
 """
 
 from __future__ import annotations

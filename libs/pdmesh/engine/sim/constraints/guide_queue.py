@@ -1,7 +1,7 @@
 """Compiles the constraints of requests in threads, so that the simulated engine's loop runs on.
 
 A request with a constraint draws no token before its constraint is compiled to a guide. A guide
-tells which tokens may come next.
+follows an answer and decides which tokens may come next. A leg is a request's stay on this engine.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pdmesh.net.tasks import watched
 
 
 class GuideQueue:
-    """The guides of legs that have not drawn a token here, by the leg's number.
+    """The guides of legs that have not drawn a token here.
 
-    `prepare` adds a leg; `take` or `abort` removes the leg. If its constraint cannot be compiled,
-    the leg is removed and `refuse` is called with its number.
+    `prepare` adds a leg; `take` or `abort` removes the leg. If a constraint cannot be compiled, its
+    leg is removed and `refuse` is called with the leg.
     """
 
     def __init__(self, refuse: Callable[[int], None], die: Callable[[BaseException], None]) -> None:
@@ -40,7 +40,7 @@ class GuideQueue:
         self._tasks[leg] = watched(work, f"guide-{leg}", self._die)
 
     def when_ready(self, leg: int, then: Callable[[], None]) -> None:
-        """Call `then` once the leg's guide is ready, or at once if the leg needs no guide."""
+        """Call `then` once the leg's guide is ready, or immediately if the leg needs no guide."""
         if leg in self._tasks:
             self._then[leg] = then
         else:

@@ -1,7 +1,8 @@
 """Lets prefills of the simulated engine wait for the embeddings of their images.
 
-The sim model needs no embeddings, but the engine fetches and checks them. A prompt with wrong
-embeddings fails, because a real model would answer about another image.
+The sim model needs no embeddings, but the engine fetches and checks them. It fails a prompt whose
+embeddings are wrong: a real model would answer about another image. A job computes one leg, which
+is a request's stay on this engine.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from pdmesh.net.tasks import end, watched
 class EmbeddingQueue:
     """The jobs that wait for embeddings.
 
-    `go` gets each job whose wait is over, and how many of its first images have embeddings here.
-    `give_up` gets a job with wrong embeddings.
+    When a job's wait is over, `go` is called with the job and the number of its leading images
+    whose embeddings are here. `give_up` is called with a job whose embeddings are wrong.
     """
 
     def __init__(
@@ -65,11 +66,11 @@ class EmbeddingQueue:
         return leg in self._awaited
 
     def expect(self, leg: int) -> None:
-        """Begin the wait of a job, when the engine has taken the job."""
+        """Note that the job of this leg, which the engine has accepted, needs embeddings."""
         self._awaited.expect(leg)
 
     def begin(self, job: PrefillJob) -> None:
-        """Fetch the embeddings for a job that needs nothing else (adapter, guide) any more."""
+        """Fetch the embeddings for a job that has everything else that it needs."""
         task = watched(self._wait(job), f"sim-embeddings-{job.leg}", self._die)
         self._jobs[job.leg] = job, task
 

@@ -1,8 +1,8 @@
 """The simulated encoder, which makes embeddings of images for prefills.
 
-One loop encodes one image after the other, as a device does, in the time that a law gives. Prefills
-fetch the embeddings over the real transport. An image takes no time if its embeddings are in the
-pool already.
+One loop encodes one image after the other, as a device does, in the time that a formula gives.
+Prefills fetch the embeddings over the real transport. An image takes no time if its embeddings are
+in the pool already.
 """
 
 from __future__ import annotations
