@@ -50,9 +50,10 @@ class DeviceReader:
         return self._known
 
     async def _ask(self, source: DeviceSource) -> Sequence[DeviceStatus]:
-        """Ask a source. If the last call of a source still hangs, no new call is made.
+        """Ask a source.
 
-        So a source that hangs occupies only one thread.
+        If the previous call to the source still hangs, this waits for that call and makes no new
+        one. So a source that hangs occupies only one thread.
         """
         asked = self._asked.get(source.name)
         if asked is None:
@@ -65,7 +66,8 @@ class DeviceReader:
         return asked.result() if error is None else self._unknown(source, type(error).__name__)
 
     def _unknown(self, source: DeviceSource, detail: str) -> Sequence[DeviceStatus]:
-        """Report the source itself as unknown, and all devices that it may have reported before."""
+        """Report the source as unknown, and each known device, which the source may have reported.
+        """
         names_ = [source.name, *(device.device for device in self._known)]
         return [DeviceStatus(name, Level.TRANSIENT, DEVICE_UNKNOWN, detail) for name in names_]
 

@@ -126,7 +126,7 @@ class FleetFeed:
             log.warning("fleet.bad_event", error=exc.message)
             return
         if self._gate.admit(event.header) is EventOrder.STALE:
-            return  # a lost report does no harm, because the next one has the whole load
+            return  # a lost report does no harm, because the next one is complete
         self._fleet.handle(load_from(event), self._clock())
 
     async def _watch_the_monitor(self) -> None:
