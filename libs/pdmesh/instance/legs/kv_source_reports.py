@@ -63,7 +63,7 @@ class KvSourceReports:
     def excluded(self) -> list[ExcludedSource]:
         """The sources that are ejected or avoided now.
 
-        This call first releases the sources whose exclusion is over, so it must be made regularly.
+        Each call first releases the sources whose exclusion is over. So call this regularly.
         """
         for over in self._sources.release_due(self._clock()):
             self.on_error(SOURCE_RELEASED, f"{_name(over.source)}: {over.fault}", "")
