@@ -67,7 +67,7 @@ class MeshSpec:
     host_folder: Path | None = None  # made by `pdmesh hosts`; the mesh then has more hosts
     host_name: str = ""  # the names of this host's processes begin with it
     host_region: str = ""
-    regions: tuple[str, ...] = ()  # each region has these numbers of instances, gateways, masters
+    regions: tuple[str, ...] = ()  # numbers of instances, gateways and masters are per region
     host: str = "127.0.0.1"  # the gateways' address for clients
     inner_host: str = "127.0.0.1"  # the processes' address for each other
     http_port: int = 8000
@@ -375,6 +375,6 @@ def _instance_settings(kind: str, spec: MeshSpec, wiring: Wiring) -> dict[str, s
         settings |= {"MODEL_DIR": str(folder)} if folder else {}
     if spec.dtype:
         settings["DTYPE"] = spec.dtype
-    if spec.engine_args and "MODEL_DIR" not in settings:  # for the common model
+    if spec.engine_args and "MODEL_DIR" not in settings:  # the arguments are for the common model
         settings["ENGINE_ARGS"] = json.dumps(dict(spec.engine_args))
     return settings
