@@ -43,7 +43,7 @@ class Shown:
     """The result of a TLS handshake with a port.
 
     `ends_at` is the end of an accepted certificate. `code` and `why` are set if the certificate was
-    not accepted. None of them is set if the port did not answer.
+    not accepted. None of these is set if the port did not answer.
     """
 
     port: Port

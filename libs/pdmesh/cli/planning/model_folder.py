@@ -14,7 +14,7 @@ from typing import Any, Final
 from pdmesh.core.sizing.model_shape import ModelShape, model_shape
 from pdmesh.core.sizing.problem import SizingProblem
 
-_MAX_BYTES: Final = 1 << 24  # of a config.json
+_MAX_BYTES: Final = 1 << 24  # the largest config.json that is read
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
 _WEIGHTS: Final = ("*.safetensors", "*.gguf", "pytorch_model*.bin")
 
