@@ -61,7 +61,7 @@ _LOCAL_ONLY: Final = (
 
 
 class _Caller:
-    """The part of a gRPC context that the servicer uses."""
+    """The part of a gRPC context that shows who the caller is."""
 
     def __init__(self, request: Request) -> None:
         self._request = request

@@ -28,8 +28,8 @@ T = TypeVar("T")
 class DesiredReader:
     """Parses the current version of the desired state, and keeps the result.
 
-    Until a version could be read, the desired state is None, which differs from an empty desired
-    state. `problem` says why the last version could not be read.
+    Until a version has been parsed successfully, the desired state is None. This differs from an
+    empty desired state. `problem` says why the last version could not be read.
     """
 
     def __init__(self) -> None:

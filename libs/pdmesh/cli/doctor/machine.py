@@ -30,7 +30,7 @@ _RDMA: Final = frozenset({"rc_mlx5", "rc_verbs", "dc_mlx5", "ud_mlx5", "ud_verbs
 def examine_machine(engine: str, state_dir: Path, ports: Iterable[int]) -> Iterator[Diagnosis]:
     """`ports` are the ports on which a mesh would listen.
 
-    `ports` is empty while a mesh runs here.
+    The list is empty while a mesh runs here.
     """
     yield of_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield of_memory(_available_memory(), engine)

@@ -58,7 +58,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise SizingProblem("model", f"{path} is larger than 16 MiB")
     config = _object(path)
     quantised = path.with_name("hf_quant_config.json")
-    if quantised.is_file() and "quantization_config" not in config:  # of NVIDIA's ModelOpt
+    if quantised.is_file() and "quantization_config" not in config:  # made by NVIDIA's ModelOpt
         own = _object(quantised).get("quantization", {})
         if not isinstance(own, dict):
             raise SizingProblem("model", f"{quantised}: quantization is not a JSON object")

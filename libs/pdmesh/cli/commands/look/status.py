@@ -62,7 +62,7 @@ class Row:
     engine: str = ""
     address: str = ""
     pid: int = 0
-    kv_path: str = ""  # in which memory KV waits and lands, and why; " | " between ranks
+    kv_path: str = ""  # memory that stages and receives KV, and why; " | " between ranks
 
 
 @dataclass
