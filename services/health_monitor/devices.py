@@ -74,8 +74,8 @@ class DeviceReader:
 class FileDevices:
     """Reads a folder with one file per device.
 
-    A file is named `<device>.json`, and contains {"level": 3, "reason": "...", "detail": "..."}. It
-    is written by hardware tools, or by an operator who takes a device out of use. A device without
+    A file is named `<device>.json`, and contains {"level": 3, "reason": "...", "detail": "..."}.
+    Hardware tools write these files, or an operator who takes a device out of use. A device without
     a file is not reported.
     """
 

@@ -81,8 +81,8 @@ class RedisMirror:
     async def restore(self, incarnations: dict[str, int]) -> int:
         """Load the blocks of the given instances from Redis, and remove all other instances there.
 
-        Blocks of another incarnation of a given instance are removed as well. Returns the number of
-        loaded instances.
+        If Redis has the blocks of another incarnation of a given instance, these are removed too.
+        Returns the number of loaded instances.
         """
         num_loaded = 0
         try:

@@ -257,7 +257,7 @@ class _RedisProcess:
 
 
 class RedisMember(_RedisProcess):
-    """One Redis server. At the first start, it is the first primary or one of its replicas."""
+    """One Redis server. At the first start, this is the primary or a replica."""
 
     name = "redis"
 

@@ -40,8 +40,8 @@ class DesiredReader:
     async def read(self, version: DesiredVersion) -> None:
         """Read a stored version.
 
-        If this release cannot read it, for example because a newer release stored it, the last
-        readable version stays in force.
+        If this release cannot read the version, for example because a newer release stored it, the
+        last readable version stays in force.
         """
         if version.text == self._text:
             return

@@ -476,8 +476,7 @@ def _what_next(http_url: str, grpc_address: str, state_dir: Path, spec: MeshSpec
 
 
 def _own_command() -> str:
-    """The word that calls `pdmesh` in the user's shell: the name if it is on the PATH, or a path.
-    """
+    """The word that calls `pdmesh` in the user's shell: its name if on the PATH, or a path."""
     beside = Path(sys.executable).parent / "pdmesh"
     if shutil.which("pdmesh") or not beside.exists():
         return "pdmesh"

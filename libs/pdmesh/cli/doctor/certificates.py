@@ -121,7 +121,7 @@ async def look_at(port: Port, folder: CertificateFolder) -> Shown:
 
 
 def of_ports(shown: Iterable[Shown], now: datetime) -> Iterator[Diagnosis]:
-    """One diagnosis for each port with a problem or warning, and one for all other ports."""
+    """One diagnosis for each port with a problem or warning, and a single one for all others."""
     fine: list[datetime] = []
     for each in shown:
         if each.code:

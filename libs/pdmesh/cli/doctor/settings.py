@@ -42,7 +42,7 @@ async def examine_settings(environ: Mapping[str, str]) -> list[Diagnosis]:
 def of_settings(
     answers: Iterable[tuple[str, str]], environ: Mapping[str, str]
 ) -> Iterator[Diagnosis]:
-    """`answers` has each service's settings as the service prints them, and its error, or ""."""
+    """`answers` has the settings that each service prints, and the service's error or ""."""
     refused = sorted({error for _, error in answers if error})
     yield from (problem("settings", error, "correct or unset it") for error in refused)
     known = set(_OTHERS)

@@ -285,7 +285,7 @@ class InstanceHost:
     async def tell_progress(self) -> None:
         """Report the engine's progress periodically to the sessions that have legs.
 
-        The engine may work for a long time before its first output. Gateways must not take that
+        The engine may work for a long time before its first output. Gateways must not mistake this
         for a hang.
         """
         while True:
@@ -312,7 +312,7 @@ class InstanceHost:
             outbox.close()
 
     def _after_changes(self) -> None:
-        """Let sessions send what waits, and report the load if it changed.
+        """Let sessions send their waiting output, and report the load if it changed.
 
         Gateways that wait for a free slot get the load as soon as there is one.
         """
