@@ -146,7 +146,7 @@ def checked_copy(source: Artefact, cache_dir: Path, measure: Measure) -> Artefac
     """Fetch the artefact to the cache, and verify the copy. Raises RoleRefused.
 
     A damaged copy is replaced once, because every later load would find the same damage. `measure`
-    takes the time of `fetch` and of `verify`.
+    measures the times of `fetch` and `verify`.
     """
     with measure("fetch"):
         copy = fetch(source, cache_dir)

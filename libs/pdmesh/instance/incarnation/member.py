@@ -2,9 +2,12 @@
 
 An incarnation follows its assignment, which is the master's order to this instance, and reports its
 progress. `core.instance.lifecycle` decides what to do next. This shell carries out the decisions:
-it loads the engine, verifies peers (instances of the other role in the group), serves, drains and
-erases. It passes the results to that core. If a task fails or a permanent task ends, the process
-fails, and its supervisor starts the process again.
+it loads the engine, verifies peers, serves, drains and erases. It passes the results to that core.
+Peers are instances of the same group and the other role. Erasing an incarnation ends it and frees
+its engine.
+
+If a task fails, or if a task ends that must run forever, the process fails, and its supervisor
+starts the process again.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class HostReports:
 
 
 class Speculated(NamedTuple):
-    """What the engine proposed since its start. Without speculation, all counts are 0."""
+    """The engine's proposals of tokens since its start. Without speculation, all counts are 0."""
 
     num_proposals: int
     num_accepted: int  # tokens

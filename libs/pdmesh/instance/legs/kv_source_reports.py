@@ -1,7 +1,8 @@
 """Keeps the exclusions of an instance's KV sources and reports them (F23, F24, F34).
 
 A KV source is an instance from which this one pulls KV. `core.kv.transfer.source_exclusions`
-decides which sources are ejected or avoided, and for how long.
+decides for how long a source is ejected after corrupt KV, or avoided because it was unreachable or
+slow.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ a decode if the instance that has its KV is ejected. Both decisions are made wit
 So the slot and the range of the prefill are freed only when the ticket closes (S41).
 
 In per-layer mode, the ticket opens while the prefill computes. An early decode, which is chosen at
-that time, pulls the KV of each layer as soon as it is computed.
+that time, pulls the KV of each layer as soon as the layer is computed.
 """
 
 from __future__ import annotations
@@ -409,7 +409,7 @@ class LegLife:
             self.admission.range_freed(leg.number, self._clock())
 
     def ended_unheard(self, number: int) -> None:
-        """Free the range of a prefill that the engine ended before it saw the leg's abort.
+        """Free the range of a prefill that the engine ended before the engine saw the abort.
 
         In this case the engine sends no TicketClosed.
         """

@@ -5,8 +5,8 @@ tokens of several steps gather. Tokens are sent at once unless the last message 
 `gap_s` ago, so that very short steps do not cost a message each. Events that are not urgent wait up
 to `gap_s` for other events. The outbox is bounded: a gateway that does not read is cut off (F28).
 
-A leg is a request's stay on the instance. Its acceptance is the event that the instance has taken
-it.
+A leg is a request's stay on the instance. The acceptance of a leg is the event that tells the
+gateway that the instance has taken the leg.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Outbox:
 
     @property
     def num_pending(self) -> int:
-        """How much waits, in tokens. An event weighs as much as several tokens."""
+        """The size of the waiting output, in tokens. An event counts as several tokens."""
         return self._unsent.weight
 
     @property
