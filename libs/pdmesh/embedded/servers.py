@@ -114,8 +114,8 @@ class NatsServer:
 
         `tls_dir` has the server's certificate, which the readiness check also uses as its client
         certificate. None means no TLS. `accounts` is a file made by
-        `server_permissions.nats_accounts`, which needs TLS. Without it, all clients have the same
-        user.
+        `server_permissions.nats_accounts`, which needs TLS. Without `accounts`, all clients have
+        the same user.
         """
         self._directory, self._tls_dir, self._accounts = directory, tls_dir, accounts
         self._port = PortReservation("127.0.0.1", port, "PDMESH_NATS_PORT")

@@ -65,7 +65,7 @@ class MeshSpec:
     has_index: bool = True  # a kv-cache-index; only one host of a mesh has one
     has_monitor: bool = True  # a health-monitor; only one host of a mesh has one
     host_folder: Path | None = None  # made by `pdmesh hosts`, for a mesh over several hosts
-    host_name: str = ""  # begins the names of this host's processes
+    host_name: str = ""  # prefix of the names of this host's processes
     host_region: str = ""
     regions: tuple[str, ...] = ()  # numbers of instances, gateways and masters are per region
     host: str = "127.0.0.1"  # the gateways' address for clients

@@ -133,7 +133,8 @@ class FleetFeed:
     async def _watch_the_monitor(self) -> None:
         """Notice when the health-monitor is lost.
 
-        Without a health-monitor, no suspicion of an instance would ever be cleared.
+        Without a health-monitor, no suspicion of an instance would ever be cleared. So the fleet
+        then drops all suspicions.
         """
         while True:
             now = self._clock()

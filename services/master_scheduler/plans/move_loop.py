@@ -1,10 +1,10 @@
 """Carries out plans of moves while this master leads (S21, S28, S29).
 
-A plan is a list of moves for one scenario, a kind of requests with its own groups. A move lets an
-instance join or leave a group or change its role, or lends a group. Plans come from schedules,
-operators, and the controller of the ratio of prefills to decodes. Each scenario makes one move at a
-time. To begin a move, the loop writes an adjustment to the desired state. The move has ended when
-the groups match the adjusted desired state.
+A plan is a list of moves for one scenario, a kind of requests with its own groups. In a move, one
+instance joins or leaves a group or changes its role, or a whole group is lent. Plans come from
+schedules, operators, and the controller of the ratio of prefills to decodes. Each scenario makes
+one move at a time. To begin a move, the loop writes an adjustment to the desired state. The move
+has ended when the groups match the adjusted desired state.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class MoveLoop:
         if not is_leader or current is None or self._groups.observed is None:
             return
         if self._groups.observed.epoch != epoch:
-            return  # the reconciler has not run yet
+            return  # the reconciler has had no round in this epoch yet
         # Adjustments that are not valid are left out here, and `_make` removes them from the store.
         desired, known = current[0], adjustments.valid(*current)
         is_new = epoch != self._epoch
@@ -241,7 +241,7 @@ class MoveLoop:
         return max(map(wanted.dp_size, (Role.PREFILL, Role.DECODE))) if wanted is not None else 1
 
     def _resume(self, states: Groups) -> None:
-        """Resume plans from schedules of an earlier leader, because a schedule fires only once."""
+        """Resume an earlier leader's plans from schedules, because a schedule fires only once."""
         for left in pending_from(self._groups.view.desired.adjustments):
             age_s = self._wall() - left.plan.asked_at
             plan = resumable(left, age_s)

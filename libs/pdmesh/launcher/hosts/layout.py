@@ -136,7 +136,7 @@ def read(text: str) -> Layout:
 
 
 def _as_json(data: object) -> str:
-    """Convert to JSON, because only in JSON a strict model accepts a list for a tuple."""
+    """Convert to JSON, because a strict model accepts a list for a tuple only in JSON."""
     try:
         return json.dumps(data)
     except (TypeError, ValueError, RecursionError) as exc:
