@@ -134,7 +134,7 @@ class FleetFeed:
         """Notice when the health-monitor is lost.
 
         Without a health-monitor, no suspicion of an instance would ever be cleared. So the fleet
-        then drops all suspicions.
+        then counts all instances as healthy and without faults.
         """
         while True:
             now = self._clock()
