@@ -76,7 +76,7 @@ def _check(file: KeyFile, path: Path) -> None:
 
 
 def difference(before: KeyFile, after: KeyFile) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tenants and keys that differ, as they were before and are after, without hashes."""
+    """The entries of the tenants and keys that differ, before and after, without hashes."""
     told = _told(before), _told(after)
     kinds = ("tenants", "keys")
     one, other = (

@@ -90,11 +90,11 @@ def shared(default: Any = _REQUIRED, *, description: str, **constraints: Any) ->
 
 
 def url_problem(url: str) -> str:
-    """Describe the problem of a server's URL, or of several URLs with commas. Empty if valid.
+    """Describe the problem of a server's URL, or of several, separated by commas. Empty if valid.
 
     The text never contains a part of a password. A client library would find the problem later, in
-    the middle of the start. Its message would quote a bad port, and this text may really be the
-    beginning of the password.
+    the middle of the start. Its message would quote a malformed port, and this port may in fact be
+    the beginning of the password.
     """
     if is_sentinel_url(url):
         try:
@@ -372,7 +372,7 @@ def _type_name(field: FieldInfo) -> str:
     if kind is Literal:
         *others, last = map(str, parts)
         return f"{', '.join(others)} or {last}" if others else last
-    # None is left out, because operators cannot write it: it means "not set".
+    # None is left out. It means "not set", so operators cannot write it.
     kinds = [part for part in parts if part is not NoneType] or [field.annotation]
     if kind in (dict, list) or any(_is_structure(each) for each in kinds):
         return "JSON"
@@ -420,7 +420,7 @@ def _one_line(settings_type: type[ServiceSettings], exc: ValidationError) -> str
 
 
 def _not_json(settings_type: type[ServiceSettings], text: str) -> str:
-    """Describe an error of pydantic-settings, whose field is named only within `text`."""
+    """Describe an error of pydantic-settings. Only the error's `text` names the field."""
     found = re.search(r'field "(\w+)"', text)
     return f"{_variable_of(settings_type, found[1], os.environ)}: not JSON" if found else text
 

@@ -3,7 +3,8 @@
 Only the first error is reported, with its line and field. The file may have plain mappings, lists
 and scalars only. Anchors, tags and further documents are refused, so that a small file cannot
 become a large structure. libyaml parses the file, because the parser in Python takes fifteen times
-as long. With the longest allowed file, a master could then not renew its lease in time.
+as long. With the slower parser and the longest allowed file, a master could not renew its lease in
+time.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from pdmesh.core.request.slo import ScenarioSlo
 from pdmesh.errors import InvalidRequest
 
 MAX_BYTES: Final = 1 << 20
-MAX_COUNT: Final = 4096  # instances of a role in a group, and copies of a group
+MAX_COUNT: Final = 4096  # the most instances of a role in a group, and copies of a group
 MAX_GROUPS: Final = 4096
-MAX_RANKS: Final = 256  # instances of a data-parallel domain
-MAX_EVENTS: Final = 1 << 17  # of the parser: names, values, and both ends of mappings and lists
+MAX_RANKS: Final = 256  # the most instances of a data-parallel domain
+MAX_EVENTS: Final = 1 << 17  # names, values, and both ends of mappings and lists
 _MAX_DEPTH: Final = 8
 _DAY_S: Final = 86_400.0
 _MAX_DEFAULT_TEXT: Final = 4096  # characters
@@ -409,8 +410,9 @@ def _compose(text: str) -> _Node | None:
 def _built(text: str) -> _Node | None:
     """Build the nodes from the parser's events, and stop at the first event beyond a bound.
 
-    PyYAML's own nodes are not used, because each of them has two marks. With the longest file, the
-    garbage collector would stop all threads for seconds to visit these objects.
+    PyYAML's own nodes are not used, because each of them has two objects for its place in the text.
+    With the longest file, the garbage collector would stop all threads for seconds to visit these
+    objects.
     """
     tops: list[_Node] = []  # the top node of each document
     open_ones: list[list[_Node]] = [tops]

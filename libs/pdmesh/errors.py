@@ -61,7 +61,10 @@ class ModelNotFound(MeshError):
 
 
 class ScenarioNotFound(MeshError):
-    """The model is served, but as far as the mesh knows, never for this scenario."""
+    """The model is served, but not for this scenario, as far as the mesh knows.
+
+    A scenario is a kind of requests with its own groups of instances.
+    """
 
     grpc_code, http_status, default_reason = "NOT_FOUND", 404, "SCENARIO_NOT_FOUND"
 
@@ -88,7 +91,7 @@ class TokenizerUnavailable(MeshError):
 
 
 class InstanceLost(MeshError):
-    """A leg's instance went away."""
+    """The instance that worked on the request went away."""
 
     grpc_code, http_status, default_reason = "UNAVAILABLE", 503, "INSTANCE_LOST"
     is_retryable = True
@@ -100,7 +103,7 @@ class KvTransferFailed(MeshError):
 
 
 class KvFormatMismatch(MeshError):
-    """The KV formats of two instances do not match. Those of another pair may match."""
+    """The KV formats of two instances do not match. Another pair of instances may match."""
 
     grpc_code, http_status, default_reason = "FAILED_PRECONDITION", 503, "KV_FORMAT_MISMATCH"
     is_retryable = True
@@ -220,9 +223,9 @@ class ImageUnusable(MeshError):
 
 
 class ImageMisfit(MeshError):
-    """The prompt has other tokens for an image than this instance's model.
+    """This instance's model needs other tokens for an image than the prompt has.
 
-    On another instance, they may be the same.
+    The model of another instance may need the same tokens as the prompt has.
     """
 
     grpc_code, http_status, default_reason = "FAILED_PRECONDITION", 503, "IMAGE_MISFIT"

@@ -84,7 +84,7 @@ class App:
     stopping: asyncio.Event
     ops_address: str = ""  # host:port of /metrics, /health/live, /health/ready
     pages: dict[str, Callable[[], object]] = field(default_factory=dict)  # JSON of /status/<page>
-    add_routes: Callable[[Sequence[Route]], None] = lambda routes: None  # to the ops endpoint
+    add_routes: Callable[[Sequence[Route]], None] = lambda routes: None  # adds to the ops endpoint
     _checks: dict[str, Callable[[], bool]] = field(default_factory=dict)
 
     def add_readiness(self, name: str, is_ready: Callable[[], bool]) -> None:
@@ -114,7 +114,7 @@ class App:
     async def until_stopping(self, *works: asyncio.Future[Any]) -> None:
         """Wait until the process is asked to stop, or all `works` are done, if there are any.
 
-        If one of the works fails, raises its error.
+        If one of the `works` fails, its error is raised.
         """
         stopping = asyncio.create_task(self.stopping.wait())
         pending = set(works)
@@ -305,7 +305,7 @@ async def _observed(settings: ServiceSettings, app: App) -> AsyncIterator[None]:
 
 
 def _told(ops_file: Path | None, address: str) -> asyncio.Task[None] | None:
-    """Write the file at once. If that fails, return a task that tries again.
+    """Write the address to the file at once. If that fails, return a task that tries again.
 
     A full disk must not stop a service.
     """

@@ -31,7 +31,7 @@ from pdmesh.v1.common_pb2 import (
 
 log = structlog.get_logger(__name__)
 
-_TIMEOUT_S: Final = 5.0  # for one probe
+_TIMEOUT_S: Final = 5.0  # the timeout of one probe
 _TICK_S: Final = 1.0
 _SERVES: Final = (INSTANCE_PHASE_UNSPECIFIED, INSTANCE_PHASE_READY)
 _ROLES: Final = {
@@ -105,7 +105,7 @@ class CanaryRunner:
 
 
 def _subject(record: InstanceRecord) -> ProbeTarget | None:
-    """The instance as a target of probes. None if it does not serve or has another role."""
+    """The instance as a target of probes. None if it does not serve or its role has no probe."""
     role = _ROLES.get(record.role)
     if role is None or record.is_draining or record.phase not in _SERVES:
         return None

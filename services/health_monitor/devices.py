@@ -50,9 +50,10 @@ class DeviceReader:
         return self._known
 
     async def _ask(self, source: DeviceSource) -> Sequence[DeviceStatus]:
-        """Ask a source. If the last call of a source still hangs, no new call is made.
+        """Ask a source.
 
-        So a source that hangs occupies only one thread.
+        If the previous call to the source still hangs, this waits for that call and makes no new
+        one. So a source that hangs occupies only one thread.
         """
         asked = self._asked.get(source.name)
         if asked is None:
@@ -65,7 +66,7 @@ class DeviceReader:
         return asked.result() if error is None else self._unknown(source, type(error).__name__)
 
     def _unknown(self, source: DeviceSource, detail: str) -> Sequence[DeviceStatus]:
-        """Report the source itself as unknown, and all devices that it may have reported before."""
+        """Report the source as unknown, and all devices, because each may be the source's."""
         names_ = [source.name, *(device.device for device in self._known)]
         return [DeviceStatus(name, Level.TRANSIENT, DEVICE_UNKNOWN, detail) for name in names_]
 
@@ -73,8 +74,8 @@ class DeviceReader:
 class FileDevices:
     """Reads a folder with one file per device.
 
-    A file is named `<device>.json`, and contains {"level": 3, "reason": "...", "detail": "..."}. It
-    is written by hardware tools, or by an operator who takes a device out of use. A device without
+    A file is named `<device>.json`, and contains {"level": 3, "reason": "...", "detail": "..."}.
+    Hardware tools write these files, or an operator who takes a device out of use. A device without
     a file is not reported.
     """
 

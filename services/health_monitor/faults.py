@@ -120,7 +120,7 @@ class FaultWatch:
     def tell(
         self, teller: str, record: InstanceRecord, signals: Iterable[Signal], ttl_s: float
     ) -> None:
-        """Take signals from another part of this process, the canary probes.
+        """Pass on signals from another part of this process, such as the canary probes.
 
         `teller` names the part. The signals are valid for `ttl_s` seconds.
         """
@@ -133,7 +133,7 @@ class FaultWatch:
         return self._outliers.is_idle(record.instance_id, record.incarnation)
 
     def counts(self) -> Iterable[tuple[float, dict[str, str]]]:
-        """The numbers of faulty instances, by level and by what holds the action back."""
+        """The numbers of faulty instances, by level and by the reason why no action is taken."""
         current = self.judge.current()
         keys = {(int(j.level), j.held_back) for j in current}
         for level, held_back in sorted(keys):

@@ -1,4 +1,4 @@
-"""The agent of one node (machine). It reads the state of the node's devices and reports it (S33).
+"""The agent of one node (machine). It reads and reports the state of the node's devices (S33).
 
 There are three reports: a status file for the node's instances, the event `NodeReported` for the
 health-monitor, and the page `/status/node` for tools. Each report has the state of all devices and

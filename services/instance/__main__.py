@@ -1,7 +1,8 @@
 """An instance that takes its role from the master (S23).
 
 At start the instance has the role in its settings, or none. An instance without a role is called
-blank, and waits until the master assigns one. After the instance was erased, it is blank again.
+blank, and waits until the master assigns one. If the master withdraws the role, the instance frees
+its engine and is blank again.
 """
 
 from __future__ import annotations

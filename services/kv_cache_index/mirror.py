@@ -23,7 +23,7 @@ from pdmesh.telemetry import metrics, names
 
 log = structlog.get_logger(__name__)
 
-_LOOK_EVERY_S: Final = 0.5  # interval of checks of the epoch when there is nothing to write
+_LOOK_EVERY_S: Final = 0.5  # how often the epoch is checked if nothing is to be written
 _MAX_DELTAS: Final = 64
 
 _errors = metrics.counter(names.INDEX_STORE_ERRORS, "Failed calls to Redis")
@@ -81,8 +81,8 @@ class RedisMirror:
     async def restore(self, incarnations: dict[str, int]) -> int:
         """Load the blocks of the given instances from Redis, and remove all other instances there.
 
-        An instance counts as another one if its incarnation differs. Returns how many instances
-        were loaded.
+        If Redis has the blocks of another incarnation of a given instance, these are removed too.
+        Returns the number of loaded instances.
         """
         num_loaded = 0
         try:
@@ -131,7 +131,7 @@ class RedisMirror:
             self._is_writing = True
             try:
                 await self._write(instance_id, work)
-            except BaseException:  # even after a cancellation, a half-written instance is noted
+            except BaseException:  # also a cancellation: the instance may be half-written
                 self._pending.setdefault(
                     instance_id, _Work.GONE if work is _Work.GONE else _Work.WHOLE
                 )
@@ -148,7 +148,7 @@ class RedisMirror:
         elif isinstance(work, list):
             for delta in work:
                 await self._store.apply(delta)
-        elif not self._index.is_loading(instance_id):  # after loading, `on_replaced` is called
+        elif not self._index.is_loading(instance_id):  # after the load, `on_replaced` is called
             held = (self._index.blocks(instance_id, tier) for tier in TIERS)
             await self._store.replace(instance_id, StoredInstance(*version, *held))
 

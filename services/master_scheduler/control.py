@@ -1,8 +1,8 @@
 """Assembles the parts of a master that change the mesh, and the admin API for operators.
 
-The parts are groups, plans of moves, upgrades, cordons, pins, adapters and usage. They run at every
-master and follow the mesh there. But only the leader decides, and each part checks `leadership`
-before each write.
+The parts manage groups, moves of instances between groups, upgrades, instances out of service,
+pinned prefixes, LoRA adapters and usage. Every master runs these parts, so each follows the mesh.
+But only the leader makes changes, and each part checks `leadership` before each write.
 """
 
 from __future__ import annotations

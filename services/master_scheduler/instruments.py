@@ -1,4 +1,4 @@
-"""The gauges of a master-scheduler: what it knows, how old this data is, and what waits."""
+"""The gauges of a master-scheduler: the size and age of its data, and the waiting requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def observe_fleet(fleet: Fleet) -> None:
     def load_age_s() -> float:
         """The age of the oldest report of a busy instance.
 
-        Instances report only changes. So the last report of an idle instance may be old and true.
+        An instance reports its load at least every second, and at once when the load has changed.
         """
         now = time.monotonic()
         busy = [i for i in list(fleet.instances.values()) if i.num_slots_used]

@@ -1,4 +1,4 @@
-"""Assembles a master-scheduler: instances, index, placement, election, gRPC and `control`."""
+"""Assembles a master-scheduler: fleet, block index, placement, election, gRPC and `control`."""
 
 from __future__ import annotations
 

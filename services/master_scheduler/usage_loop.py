@@ -86,7 +86,8 @@ class UsageLoop:
         """The usage up to now.
 
         Raises Unavailable if this master does not lead, or has not read the earlier leader's counts
-        yet. Raises InvalidRequest if no desired state is applied, because nothing is counted.
+        yet. Raises InvalidRequest if no desired state was ever applied, because nothing is counted
+        until then.
         """
         if self._groups.view.version is None:
             raise InvalidRequest("nothing is counted until a desired state is applied")

@@ -32,11 +32,11 @@ def be_quiet() -> None:
 
 @asynccontextmanager
 async def connected(options: argparse.Namespace) -> AsyncIterator[NatsBus]:
-    """Connect to the NATS at --nats-url, or of the mesh started here.
+    """Connect to the NATS at --nats-url, or to the NATS of the mesh that was started here.
 
     This also sets the mesh token and the certificate for the command's further calls. The token
-    comes from the environment, or else from the mesh started here. The certificate is in
-    PDMESH_TLS_DIR, or else the one of the mesh started here. Raises CommandFailed.
+    comes from the environment, or else from the mesh started here. The certificate comes from the
+    folder PDMESH_TLS_DIR, or else from the mesh started here. Raises CommandFailed.
     """
     url, tls_dir = options.nats_url, os.environ.get("PDMESH_TLS_DIR", "")
     has_roles = is_set(os.environ, "PDMESH_NATS_ROLES")

@@ -1,10 +1,10 @@
 """Decides whether the rollout of a desired state's version is done or has failed.
 
-A rollout is done when all groups are as the version says. It also counts as done while a canary, a
-group that got the new version first, waits for an operator: only the operator can continue it. A
-rollout has failed if a newer version has replaced it, or if its upgrade stopped, is going back or
-went back. Scripts depend on these rules, because the exit status of `pdmesh rollout status` follows
-from them.
+A rollout is done when all groups are as the version says. A canary is a group that gets the new
+version first. While a canary waits for an operator, the rollout counts as done, because only the
+operator can continue it. A rollout has failed if a newer version has replaced it, or if its upgrade
+has stopped, is being rolled back, or was rolled back. Scripts depend on these rules, because the
+exit status of `pdmesh rollout status` follows from them.
 """
 
 from __future__ import annotations

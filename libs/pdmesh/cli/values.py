@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-MAX_SIZES: Final = 8  # most numbers in `--tp`; a plan tries every pair of two of them
+MAX_SIZES: Final = 8  # most numbers in `--tp`; a plan tries every pair of them
 _MAX_DURATION_S: Final = 1000 * 86_400  # a coarse bound; the leader has the real one
 
 

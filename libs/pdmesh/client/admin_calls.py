@@ -54,7 +54,7 @@ class AdminCalls:
         return await self._call(lambda stub: stub.ListDesiredVersions, request)
 
     async def diff(self, text: str) -> pb.DiffDesiredResponse:
-        """Show what `apply` would change, without any change."""
+        """Show what `apply` would change, but change nothing."""
         return await self._call(lambda stub: stub.DiffDesired, pb.DiffDesiredRequest(text=text))
 
     async def apply(

@@ -35,7 +35,7 @@ class MeshLook:
     epoch: int | None  # the number of the master's leadership; None: no leader answers
     groups: ListGroupStatesResponse | None  # None: no admin token was given, or no master leads
     states: Mapping[str, InstanceState]  # health and faults, by instance
-    answers: Mapping[str, GetStatusResponse]  # by id, for the instances that answered
+    answers: Mapping[str, GetStatusResponse]  # of the instances that answered, by id
 
 
 async def look(bus: NatsBus, admin: AdminCalls, mesh_token: str | None = None) -> MeshLook:

@@ -1,9 +1,9 @@
 """Starts a child process that cannot outlive its parent.
 
 The child runs in its own session. So Ctrl-C reaches only the launcher, which stops its children in
-order. The child asks the kernel to kill the child when the parent dies, even by SIGKILL. A small
-Python program does this, and then executes the real program. A `preexec_fn` could do the same. But
-it would run in a fork of a process that may have threads, and could deadlock.
+order. The child begins as a small Python program, which asks the kernel to kill the child when the
+parent dies, even by SIGKILL. It then executes the real program. A `preexec_fn` could ask the kernel
+as well. But it would run in a fork of a process that may have threads, and could deadlock.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Run `command` with its output appended to `log_file`. Call this on the main thread only.
 
-    The reason is that the kernel sends the parent-death signal when the starting *thread* ends.
+    The kernel kills the child as soon as the *thread* that started it ends.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("children must be started from the main thread")

@@ -51,9 +51,10 @@ tls {{
   {more}
 }}
 """
-# A primary takes no writes while no replica follows it (`min-replicas-to-write`). It may be cut off
-# from the network while the sentinels choose another primary. The append-only file keeps the data
-# over a restart. Without the file, an empty primary would empty its replicas.
+# A primary takes no writes while no replica follows it (`min-replicas-to-write`). Such a primary
+# may be cut off from the network while the sentinels choose another one. The append-only file keeps
+# the data over a restart. Without the file, a restarted primary would have no data, and its
+# replicas would drop theirs.
 _REDIS_CONFIG: Final = """\
 bind {address}
 port 0
@@ -256,7 +257,7 @@ class _RedisProcess:
 
 
 class RedisMember(_RedisProcess):
-    """One Redis server. At the first start, it is the first primary or one of its replicas."""
+    """One Redis server. At the first start, this is the primary or a replica."""
 
     name = "redis"
 

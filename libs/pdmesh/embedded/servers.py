@@ -113,8 +113,9 @@ class NatsServer:
         """Reserve the port.
 
         `tls_dir` has the server's certificate, which the readiness check also uses as its client
-        certificate. None means no TLS. `accounts` is a file made by `access.nats_accounts`, which
-        needs TLS. With None, all clients have the same user.
+        certificate. None means no TLS. `accounts` is a file made by
+        `server_permissions.nats_accounts`, which needs TLS. Without `accounts`, all clients have
+        the same user.
         """
         self._directory, self._tls_dir, self._accounts = directory, tls_dir, accounts
         self._port = PortReservation("127.0.0.1", port, "PDMESH_NATS_PORT")
@@ -174,7 +175,7 @@ class ValkeyServer:
     name = "valkey"
 
     def __init__(self, directory: Path, roles: Iterable[str] = ()) -> None:
-        """Each of the `roles` gets a user with a new password (`access.redis_acl`).
+        """Each of the `roles` gets a user with a new password (`server_permissions.redis_acl`).
 
         Without roles, Valkey does not distinguish its clients.
         """
@@ -239,7 +240,7 @@ async def says(
     question: bytes,
     answers: Sequence[bytes],
 ) -> bool:
-    """Connect and send `question`. Returns whether the reply begins as one of the `answers`."""
+    """Connect and send `question`. Returns whether the reply begins like one of the `answers`."""
     try:
         async with asyncio.timeout(_PROBE_S):
             reader, writer = await connecting

@@ -25,7 +25,7 @@ class Bounds:
     num_by_ip: Counter[str] = field(default_factory=Counter)
     num_open: int = 0
     num_refused: int = 0
-    # Connections without a request to answer, and connections with one. The oldest come first.
+    # The connections without a request to answer, and those with one, each oldest first.
     waiting: dict[CutOff, None] = field(default_factory=dict)
     answering: dict[CutOff, None] = field(default_factory=dict)
 

@@ -25,7 +25,7 @@ from pdmesh.httpd.bounds import Bounds
 from pdmesh.httpd.message_rules import refusal
 
 # A key of the ASGI scope. Its value is the connection, whose `watch` calls back when the client
-# leaves. So no task has to wait for that.
+# leaves. So no task has to wait for this event.
 CONNECTION: Final = "pdmesh.connection"
 # The most requests of a client that may wait for their answers. No client needs more, but a full
 # buffer could hold thousands.
@@ -59,14 +59,14 @@ class _Guarded(HttpToolsProtocol):
     _num_field_bytes = 0  # the part of these bytes that the parser has passed on
     _num_body = 0
     _is_in_head = False
-    _is_whole = True  # whether no request is in the middle of its arrival
+    _is_whole = True  # false while only a part of a request has arrived
     _is_ending = False
     _num_dropped = 0  # bytes that arrived after `end` and were not used
     _is_stopping = False
     _status = HTTPStatus.BAD_REQUEST  # the status for a request that stops the parser
     _keeps_alive = False  # whether the client asked for keep-alive
     _deadline: asyncio.TimerHandle | None = None
-    _on_gone: Callable[[], None] | None = None  # the callback of the current answer
+    _on_gone: Callable[[], None] | None = None  # called if the client leaves during an answer
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._ip = str((transport.get_extra_info("peername") or ("",))[0])
@@ -239,7 +239,7 @@ class _Guarded(HttpToolsProtocol):
         self.end()
 
     def _may_answer(self) -> bool:
-        """Whether the client would take an answer now for the answer to its current request."""
+        """Whether the client would take an answer sent now as the answer to its current request."""
         # uvicorn sets `cycle` only at the first request.
         cycle = cast("RequestResponseCycle | None", self.cycle)
         if cycle is None or cycle.response_complete:

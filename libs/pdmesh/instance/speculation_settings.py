@@ -16,8 +16,8 @@ _WITH_MODEL = ("draft_model", "eagle")
 class SpeculationSettings(JsonObject):
     """`k` is the most tokens that a decode proposes per step.
 
-    With the schedule `adaptive`, the decode proposes fewer tokens in larger batches, and where
-    fewer of them are right. With `fixed`, it always proposes `k`.
+    With the schedule `adaptive`, the decode proposes fewer tokens in larger batches, and for text
+    that is hard to predict. With `fixed`, it always proposes `k`.
     """
 
     method: Literal["none", "prompt_lookup", "suffix", "draft_model", "eagle", "mtp"]

@@ -1,8 +1,8 @@
 """Makes and renews the certificates of a mesh that `pdmesh up --tls` starts.
 
-Each process has a certificate. Commands on this machine share one more. All certificates are made
-at each start, and again when two thirds of their lifetime are over. NATS treats each certificate as
-a separate user.
+Each process has a certificate. Commands on this machine share one more certificate. All
+certificates are made at each start, and again when two thirds of their lifetime are over. NATS
+treats each certificate as a separate user.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class MeshCertificates:
     def has_nats_a_new_one(self) -> bool:
         """Whether NATS' certificate has changed since the last call.
 
-        If it has, NATS needs a SIGHUP to read the new certificate.
+        NATS reads a new certificate only after a SIGHUP.
         """
         before, self._read_by_nats = self._read_by_nats, self._of_nats.latest()
         return before is not self._read_by_nats

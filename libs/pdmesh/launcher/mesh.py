@@ -297,7 +297,7 @@ class Mesh:
     def _awaited(self) -> list[str]:
         """The processes that must be ready before the mesh is.
 
-        Gateways are ready only once an instance serves. If all instances stay blank, the mesh does
+        Gateways are ready only once an instance serves. If no instance has a role, the mesh does
         not wait for its gateways.
         """
         spec = self.spec
@@ -451,7 +451,7 @@ class Mesh:
             asyncio.get_running_loop().call_soon(self._write_state)
 
     def _ends_the_start(self, name: str) -> bool:
-        """Whether the start has failed, or fails because this process does not run."""
+        """Whether the start has failed, or must fail because this process is given up."""
         return self._phase == "failed" or (self._phase == "starting" and name in self._awaited())
 
     def _raise_if_hopeless(self, names: Iterable[str]) -> None:

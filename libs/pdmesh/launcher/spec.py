@@ -64,10 +64,10 @@ class MeshSpec:
     num_masters: int = 1  # one leads, the others stand by
     has_index: bool = True  # a kv-cache-index; only one host of a mesh has one
     has_monitor: bool = True  # a health-monitor; only one host of a mesh has one
-    host_folder: Path | None = None  # made by `pdmesh hosts`; the mesh then has more hosts
-    host_name: str = ""  # the names of this host's processes begin with it
+    host_folder: Path | None = None  # made by `pdmesh hosts`, for a mesh over several hosts
+    host_name: str = ""  # prefix of the names of this host's processes
     host_region: str = ""
-    regions: tuple[str, ...] = ()  # each region has these numbers of instances, gateways, masters
+    regions: tuple[str, ...] = ()  # numbers of instances, gateways and masters are per region
     host: str = "127.0.0.1"  # the gateways' address for clients
     inner_host: str = "127.0.0.1"  # the processes' address for each other
     http_port: int = 8000
@@ -76,7 +76,7 @@ class MeshSpec:
     model_name: str | None = None
     dtype: str | None = None
     engine_args: Mapping[str, str] = field(default_factory=dict)  # vLLM arguments of all instances
-    tool_parser: str | None = None  # a name of vLLM's; None: the gateway's own setting
+    tool_parser: str | None = None  # as vLLM names it; None: the gateway's own setting
     reasoning_parser: str | None = None
     nats_url: str | None = None  # an external server instead of an embedded one
     redis_url: str | None = None
@@ -171,7 +171,7 @@ class Wiring:
     model_dir: Path
     tls_dir: Path | None = None  # the folder of the mesh's authority; None: no TLS
     nats_roles: bool = False  # whether NATS identifies processes by their certificates
-    redis_urls: Mapping[str, str] = field(default_factory=dict)  # by service, with its own user
+    redis_urls: Mapping[str, str] = field(default_factory=dict)  # by service
 
 
 _TIERS: Final = {
@@ -375,6 +375,6 @@ def _instance_settings(kind: str, spec: MeshSpec, wiring: Wiring) -> dict[str, s
         settings |= {"MODEL_DIR": str(folder)} if folder else {}
     if spec.dtype:
         settings["DTYPE"] = spec.dtype
-    if spec.engine_args and "MODEL_DIR" not in settings:  # for the common model
+    if spec.engine_args and "MODEL_DIR" not in settings:  # the arguments are for the common model
         settings["ENGINE_ARGS"] = json.dumps(dict(spec.engine_args))
     return settings

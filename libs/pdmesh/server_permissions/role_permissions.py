@@ -188,7 +188,7 @@ REDIS_ROLES: Final[Mapping[str, RedisAccess]] = {
             *("smembers", "sadd", "srem", "hgetall", "hset"),
         ),
     ),
-    # Kept responses hold text, so tools do not see them.
+    # The keys of kept responses are left out, because operators' tools must not see answers' texts.
     str(AdminRole.OPERATOR): RedisAccess(
         _INDEX, (*_CONNECTION, "get", "smembers", "scard", "hgetall"), only_reads=True
     ),

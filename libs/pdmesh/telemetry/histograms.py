@@ -74,8 +74,8 @@ class Histogram:
     def to_metric(self) -> Metric:
         """Convert to the SDK's type.
 
-        This reads a copy of the series: a garbage collection may begin at any allocation, and
-        `GcWatch` then records its pause.
+        This iterates over a copy of the series. A garbage collection may begin during the loop, and
+        `GcWatch` then adds the pause to a histogram.
         """
         now_ns = time.time_ns()
         points = [
@@ -104,7 +104,7 @@ class _WithOurs:
 
     resource: Resource
 
-    # The SDK's own arguments, passed on unchanged, are Any.
+    # The types are Any because the SDK's own arguments are passed on unchanged.
     def _receive_metrics(self, metrics_data: MetricsData | None, *args: Any, **kwargs: Any) -> None:
         ours = [m for h in _all if (m := h.to_metric()).data.data_points]
         theirs = metrics_data.resource_metrics if metrics_data is not None else ()

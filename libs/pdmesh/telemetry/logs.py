@@ -63,7 +63,7 @@ def configure(service: str, instance_id: str, log_format: LogFormat, level: str)
 
 
 def take_over_stderr() -> None:
-    """Log warnings and uncaught exceptions, which the interpreter would print as text."""
+    """Log warnings and uncaught exceptions. The interpreter would print these as plain text."""
     logging.captureWarnings(True)
     log = structlog.get_logger(__name__)
 
@@ -126,7 +126,7 @@ def _configure_stdlib(
     is_pretty: bool,
     threshold: int,
 ) -> None:
-    """Format the log lines of libraries alike, and drop the less important ones."""
+    """Format the log lines of libraries in the same way, and drop the less important ones."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(

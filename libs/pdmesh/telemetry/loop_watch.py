@@ -45,7 +45,7 @@ class LoopWatch:
         self._worst_held_s = max(self._worst_held_s, min(late_s, cpu_s))
 
     def take(self) -> tuple[float, float]:
-        """The worst delay since the last call, and the worst part that this process caused."""
+        """The worst delay since the last call, and the most that this process may have caused."""
         return self._take_lag(), self._take_held()
 
     def _take_lag(self) -> float:

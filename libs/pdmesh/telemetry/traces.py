@@ -91,7 +91,8 @@ def current_traceparent() -> str:
 def sampled_context(parent: str) -> Context | None:
     """A context for new spans. None unless `parent` is a traceparent of a recorded trace.
 
-    Only the sampled flag matters. A trace that began here also has the random flag (03).
+    Only the sampled flag is checked, because a trace that began here has the random flag as well
+    (flags 03).
     """
     found = _TRACEPARENT.fullmatch(parent)
     is_sampled = found is not None and int(found[3], 16) & TraceFlags.SAMPLED

@@ -1,7 +1,8 @@
 """Shows metrics also under vLLM's names, for dashboards that were made for vLLM.
 
-A metric has an alias only if vLLM's metric means the same. docs/observe.md lists the aliases.
-Gateways count each request once. Each instance shows the state of its engine.
+A metric has an alias only if vLLM's metric means the same. docs/observe.md lists the aliases. The
+metrics of requests come from gateways, which count each request once. The metrics of an engine come
+from its instance.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Alias:
     """One metric under vLLM's name.
 
     `name` is vLLM's name, without the suffixes of series. `family` is our metric's name on a page
-    of /metrics. `labels` maps the labels that stay to vLLM's names for them; values are summed over
+    of /metrics. `labels` maps each label that is kept to vLLM's name for it. Values are summed over
     all other labels. If `where` is given, only samples with these labels are summed. An empty value
     in `where` means that a sample must not have the label. If `is_of_engine`, the samples get a
     label with the model that this instance serves.

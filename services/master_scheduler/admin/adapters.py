@@ -1,7 +1,7 @@
 """Registers LoRA adapters at the leading master, after instances have inspected their files.
 
 The registered adapters are stored on a board, a key-value bucket in NATS. Gateways and instances
-read this board directly, so an adapter does not depend on any master. When an adapter was removed,
+read this board directly, so an adapter does not depend on any master. After an adapter is removed,
 gateways refuse requests for it, and instances unload it.
 """
 
@@ -96,7 +96,7 @@ class Adapters:
         """
         adapters = self._opened()
         check_name(request.name)
-        if request.name == DEFAULT_MODEL:  # clients of this name get a model, never the adapter
+        if request.name == DEFAULT_MODEL:  # in a request, this name means any served model
             message = f"{request.name} means whichever model serves: no adapter has this name"
             raise InvalidRequest(message, field="name")
         check_path(request.path)
@@ -137,7 +137,7 @@ class Adapters:
     def states(self) -> list[pb.AdapterState]:
         """The adapters by name, with the instances that have loaded each.
 
-        Raises Unavailable while the adapters are not known.
+        Raises Unavailable while the list of adapters cannot be read or may be outdated.
         """
         known, records = self._opened().known, self._registry.records
         return [
@@ -176,7 +176,11 @@ class Adapters:
     async def _inspected(
         self, records: Sequence[InstanceRecord], path: str
     ) -> InspectAdapterResponse:
-        """Let the instances inspect the folder. Raises InvalidRequest if one cannot load it."""
+        """Let the instances inspect the adapter's folder.
+
+        Raises InvalidRequest if an instance cannot load the adapter, or if the instances see
+        different files. Raises Unavailable if an instance does not answer.
+        """
         found = await asyncio.gather(*(_inspect(record, path) for record in records))
         if len({each.digest for each in found}) > 1:
             names = ", ".join(r.instance_id for r in records)

@@ -1,7 +1,7 @@
 """Reports each change by an operator, as a line of the log and as an event on NATS.
 
-The report says who made the change, and has the state before and after the change. The line is
-written first, because an event may be lost.
+The report says who made the change, and contains the state before and after it. The line is written
+before the event, because an event may be lost.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class AuditTrail:
 
 
 def state_of(message: Message | None, *left_out: str) -> State:
-    """Convert a message to a state, without the fields `left_out`. None becomes an empty state."""
+    """Convert a message to a state, but omit the fields `left_out`. None becomes an empty state."""
     if message is None:
         return {}
     found: dict[str, Any] = MessageToDict(message, preserving_proto_field_name=True)

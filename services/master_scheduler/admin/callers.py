@@ -39,8 +39,8 @@ class AdminCaller:
     """The caller of an admin method, or the cause of a change.
 
     `shown_by` tells how the caller was identified: admin_token, api_key, token, certificate, or
-    local if only the address was used. For a change of the key file it is key_file. `role` is None
-    if the caller has no role. `address` is in gRPC's notation.
+    local if only the address was used. For a change of the key file, `shown_by` is key_file. `role`
+    is None if the caller has no role. `address` is in gRPC's notation.
     """
 
     who: str
@@ -94,7 +94,7 @@ class AdminAccess:
 
     async def caller(self, context: Context) -> AdminCaller:
         """Identify the caller. Raises NotAllowed, InvalidToken or Unavailable."""
-        metadata: Any = context.invocation_metadata() or ()  # pairs, unlike in the type stubs
+        metadata: Any = context.invocation_metadata() or ()  # pairs; the type stubs are wrong
         peer = context.peer()
         bearer = _bearer(metadata)
         if bearer and (shown := await self._of_bearer(bearer, peer)) is not None:
@@ -113,8 +113,8 @@ class AdminAccess:
     async def _of_bearer(self, bearer: str, peer: str) -> AdminCaller | None:
         """The caller who sends this bearer token.
 
-        None if it is not the admin token and no other credentials are accepted. Raises NotAllowed,
-        InvalidToken, Unavailable.
+        None if the token is not the admin token and no other credentials are accepted. Raises
+        NotAllowed, InvalidToken, Unavailable.
         """
         if self._token and hmac.compare_digest(bearer.encode(), self._token):
             return AdminCaller("admin-token", "admin_token", AdminRole.ADMIN, peer)

@@ -27,7 +27,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class CheckedCalls:
-    """Has all methods of the service under their names. Each takes (request, context)."""
+    """Has each method of the service, by its name. The methods take (request, context)."""
 
     def __init__(self, servicer: AdminServicer, access: AdminAccess, audit: AuditTrail) -> None:
         self._servicer, self._access, self._audit = servicer, access, audit

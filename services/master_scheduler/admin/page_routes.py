@@ -2,8 +2,8 @@
 
 A call is POST /admin/<method> with a JSON request. Before a page of another site can send such a
 request, the browser asks this server for permission (CORS), which the server never gives. If no
-admin token is set, the request's host must be localhost or a loopback address, so that a foreign
-host name cannot lead here (DNS rebinding).
+admin token is set, the request's host must be localhost or a loopback address. This stops a page
+whose own host name was made to resolve to this server (DNS rebinding).
 
 The port has no TLS and asks for no certificate. So if gRPC asks for an operator's certificate, this
 port serves only calls from this machine.
@@ -61,7 +61,7 @@ _LOCAL_ONLY: Final = (
 
 
 class _Caller:
-    """The part of a gRPC context that the servicer uses."""
+    """The part of a gRPC context that shows who the caller is."""
 
     def __init__(self, request: Request) -> None:
         self._request = request

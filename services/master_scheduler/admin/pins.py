@@ -1,9 +1,10 @@
-"""Manages pins at the leading master: adds, removes and ends them.
+"""Manages pins at the leading master: adds and removes them, and ends expired ones.
 
 A pin is an operator's order to keep the KV of a prefix, the beginning of a prompt. The prefix is
-given as tokens. They are turned into names of KV blocks here, once for each fingerprint (kind of
-model and KV layout) in use. The bucket in NATS stores only these names. Instances read the bucket
-directly, so a pin does not depend on any master. Every master keeps the pinned names in its index.
+given as tokens. This module turns the tokens into names of KV blocks, once for each fingerprint in
+use. A fingerprint identifies a model and a layout of its KV. The bucket in NATS stores only these
+names. Instances read the bucket directly, so a pin does not depend on any master. Every master's
+index of blocks evicts the pinned names last.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """AdminService: lets operators see and change the mesh at the leading master.
 
-Operators change the desired state, cordons, pins, adapters and more. The desired state is the YAML
-file of the groups that the mesh should have.
+The desired state is the YAML file of the groups that the mesh should have. If it changes, a canary
+may try the new state first: an extra group with a share of the requests.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ A = TypeVar("A", bound=Message)
 class AdminServicer:
     """The methods of the service. `CheckedCalls` has checked the caller.
 
-    A method that changed something returns Changed, otherwise the answer. `page_url` returns the
-    URL of the operators' page. `leadership` returns whether this process leads now, and its epoch.
+    A method that changed something returns Changed, which contains the answer. All other methods
+    return the answer. `page_url` returns the URL of the operators' page. `leadership` returns
+    whether this process leads now, and its epoch.
     """
 
     def __init__(
@@ -309,7 +310,7 @@ class AdminServicer:
 
     def _check_can_leave(self, instance_id: str, mode: int) -> None:
         """Raises InvalidRequest if the instance cannot be taken out of service in this mode."""
-        is_assigned = self._view.is_assigned(instance_id)  # true even while it is restarted
+        is_assigned = self._view.is_assigned(instance_id)  # true even during a restart
         record = self._view.registry.records.get(instance_id)
         if record is None and not is_assigned:
             hint = suggestion(instance_id, self._view.registry.records)
@@ -428,8 +429,8 @@ class _Compared:
 def _compared(current: pb.DesiredVersion | None, after: Desired) -> _Compared:
     """Compare the current version with a new one.
 
-    If this release cannot read the current version, the whole new version counts as a change. The
-    current version is then taken to have groups.
+    If this release cannot read the current version, the whole new version counts as a change.
+    `had_groups` is then true, so that an empty new version still needs a confirmation.
     """
     before, had_groups = Desired(), False
     if current is not None:
@@ -452,7 +453,7 @@ def _check_mode(mode: int) -> None:
 
 
 def _author(said: str, caller: AdminCaller) -> str:
-    """The author of a change: the name in the request, and the caller's identified name."""
+    """The author of a change: the name in the request, and the name that identified the caller."""
     return f"{said} ({caller.name})".strip() if caller.name else said
 
 

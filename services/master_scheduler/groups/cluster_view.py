@@ -1,8 +1,9 @@
 """A master's view of the cluster: instances, assignments, desired state, out-of-service list.
 
 An assignment is the leader's order to one instance, with its role and group. The desired state has
-the groups that operators want. Nothing is written here. Every master keeps this view, because any
-master may become the leader at any time.
+the groups that operators want, and adjustments are the leader's changes to it. A schedule, for
+example, adds a group at a given time. This module writes nothing. Every master keeps this view,
+because any master may become the leader at any time.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class ClusterView:
 
     @property
     def current(self) -> tuple[Desired, Adjustments] | None:
-        """The operators' desired state, and the adjustments that plans of moves made to it.
+        """The operators' desired state, and the leader's adjustments to it.
 
         None until a version has been read.
         """
@@ -102,7 +103,7 @@ class ClusterView:
         return desired, adjustments_from(self.desired.adjustments)
 
     async def read(self) -> None:
-        """Read the text of the current version, which `current` then returns."""
+        """Parse the text of the current version. `current` then returns the result."""
         if self.version is not None:
             await self._reader.read(self.version)
 

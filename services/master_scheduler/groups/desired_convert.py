@@ -1,7 +1,7 @@
 """Converts adjustments of the desired state between the stored form and the core's types.
 
 An adjustment is a change to the desired state that a plan of moves made, for example one prefill
-more in a group.
+more in a group. A schedule begins such plans at given times.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def adjustments_to(
 
 
 def pending_from(message: pb.Adjustments) -> list[PendingPlan]:
-    """The stored plans of schedules that have not ended.
+    """The stored plans that schedules began and that have not ended.
 
     Plans with a move that this release does not know are left out.
     """
@@ -110,8 +110,8 @@ def move_from(each: pb.PendingMove) -> Move:
 def entries_from(lines: Iterable[ScheduleLine]) -> list[ScheduleEntry]:
     """Turn the schedule's lines of the file into entries.
 
-    An entry is named by the line's content, so that its name stays when an operator moves the line
-    within the file. If two lines are equal, the second gets another name.
+    An entry's name is the line's content, so the name stays when an operator moves the line within
+    the file. If two lines are equal, the second gets another name.
     """
     entries: list[ScheduleEntry] = []
     seen: Counter[str] = Counter()

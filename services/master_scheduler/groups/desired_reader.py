@@ -28,8 +28,8 @@ T = TypeVar("T")
 class DesiredReader:
     """Parses the current version of the desired state, and keeps the result.
 
-    Until a version could be read, the desired state is None, which differs from an empty desired
-    state. `problem` says why the last version could not be read.
+    Until a version has been parsed successfully, the desired state is None. This differs from an
+    empty desired state. `problem` says why the last version could not be read.
     """
 
     def __init__(self) -> None:
@@ -40,8 +40,8 @@ class DesiredReader:
     async def read(self, version: DesiredVersion) -> None:
         """Read a stored version.
 
-        If this release cannot read it, for example because a newer release stored it, the last
-        readable version stays in force.
+        If this release cannot read the version, for example because a newer release stored it, the
+        last readable version stays in force.
         """
         if version.text == self._text:
             return

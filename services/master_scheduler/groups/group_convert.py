@@ -73,7 +73,10 @@ def assignment_to(instance_id: str, assignment: Assignment) -> groups_pb2.Assign
 
 
 def _domain(record: InstanceRecord) -> DomainRank | None:
-    """The domain (data-parallel group) in the record. None if it has none or an impossible rank."""
+    """The record's domain (data-parallel group).
+
+    None if it is missing or its rank is impossible.
+    """
     try:
         return domain_from(record.domain) if record.HasField("domain") else None
     except InvalidRequest:

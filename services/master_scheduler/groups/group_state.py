@@ -1,4 +1,4 @@
-"""Describes each group for operators: the desired numbers, the members, and how far each is."""
+"""Describes each group for operators: its desired numbers, its members, and their phases."""
 
 from __future__ import annotations
 

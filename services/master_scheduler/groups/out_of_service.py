@@ -1,9 +1,9 @@
 """The list of instances out of service: cordoned by an operator, or ejected for a fault.
 
-The list is stored in NATS. All masters read it, and the leader writes it. If two operators change
-an entry at the same time, the second write is refused. `core.health.ejection_cap` decides which
-faulty instances are ejected. If an operator puts an instance back, its present fault no longer
-counts. The health-monitor then judges the instance again, and may find another fault.
+The list is stored in NATS. All masters read the list, and the leader writes it. If two operators
+change an entry at the same time, the second write is refused. `core.health.ejection_cap` decides
+which faulty instances are ejected. If an operator puts an instance back, its present fault no
+longer counts. The health-monitor then judges the instance again, and may find another fault.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Brings the groups of instances to the desired state, while this master leads.
 
 Each round reads the view of the cluster, lets the group controller decide, and writes the decisions
-at once: assignments and ejections. It also publishes an event for each step of a group. If a write
-fails, the round ends, and the next round begins with a new look. Without a current view and a
-readable desired state, nothing is decided, because a wrong guess could drain all instances.
+at once: assignments and ejections. It also publishes an event for each step of a group, for example
+when a member was lost. If a write fails, the round ends, and the next round reads the view again.
+Without a current view and a readable desired state, nothing is decided, because a wrong guess could
+drain all instances.
 """
 
 from __future__ import annotations

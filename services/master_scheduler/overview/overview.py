@@ -1,4 +1,4 @@
-"""Makes the answers for operators who look at the mesh: the state now, the history, a request."""
+"""Answers operators who look at the mesh: its present state, its history, one request's steps."""
 
 from __future__ import annotations
 

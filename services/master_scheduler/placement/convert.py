@@ -105,7 +105,7 @@ def query_from(query: pb.PlanQuery, region: str = "") -> Query:
 
 
 def hashes_from(block_hashes: Iterable[bytes], field: str) -> list[bytes]:
-    """Check number and size of the hashes. Raises InvalidRequest that names `field`."""
+    """Check the number and the size of the hashes. Raises InvalidRequest for `field`."""
     hashes = list(block_hashes)
     if len(hashes) > _MAX_HASHES or (hashes and set(map(len, hashes)) != {HASH_BYTES}):
         message = f"must have at most {_MAX_HASHES} hashes of {HASH_BYTES} bytes each"

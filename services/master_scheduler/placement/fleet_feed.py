@@ -1,7 +1,8 @@
 """Passes news about instances to the core `Fleet`, from which the master ranks instances.
 
-The news are records of the registry, load reports, and the health-monitor's verdicts and fault
-reports. After an outage of NATS everything is delivered again, so a missed message does no harm.
+The news comes from the registry's records, load reports, and the health-monitor's verdicts and
+fault reports. A missed message does no harm. After an outage of NATS, records, verdicts and fault
+reports are delivered again. Instances report their load at least every second.
 """
 
 from __future__ import annotations
@@ -126,13 +127,14 @@ class FleetFeed:
             log.warning("fleet.bad_event", error=exc.message)
             return
         if self._gate.admit(event.header) is EventOrder.STALE:
-            return  # a lost report does no harm, because the next one has the whole load
+            return  # a newer report has already arrived
         self._fleet.handle(load_from(event), self._clock())
 
     async def _watch_the_monitor(self) -> None:
         """Notice when the health-monitor is lost.
 
-        Without a health-monitor, no suspicion of an instance would ever be cleared.
+        Without a health-monitor, no suspicion of an instance would ever be cleared. So the fleet
+        then counts all instances as healthy and without faults.
         """
         while True:
             now = self._clock()

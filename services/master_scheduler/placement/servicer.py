@@ -126,7 +126,7 @@ class SchedulerServicer:
 
     def _plan(self, query: pb.PlanQuery, request: pb.PlanRequest) -> pb.PlanResult:
         parent = traces.sampled_context(query.traceparent)
-        if parent is None:  # no spans are made, because they would cost as much as the plan
+        if parent is None:  # no spans, which would cost as much as the plan
             return self._plan_stepwise(query, request.region, lambda name: _UNTRACED)
         with traces.tracer().start_as_current_span(
             names.SPAN_PLAN, parent, SpanKind.SERVER

@@ -1,9 +1,10 @@
 """Carries out plans of moves while this master leads (S21, S28, S29).
 
-A plan is a list of moves. A move lets an instance join or leave a group or change its role, or
-lends a group. Plans come from schedules, operators, and the controller of the ratio of prefills to
-decodes. Each scenario makes one move at a time. A move begins with the writing of an adjustment to
-the desired state. It has ended when the groups match the adjusted desired state.
+A plan is a list of moves for one scenario, a kind of requests with its own groups. In a move, one
+instance joins or leaves a group or changes its role, or a whole group is lent. Plans come from
+schedules, operators, and the controller of the ratio of prefills to decodes. Each scenario makes
+one move at a time. To begin a move, the loop writes an adjustment to the desired state. The move
+has ended when the groups match the adjusted desired state.
 """
 
 from __future__ import annotations
@@ -127,8 +128,8 @@ class MoveLoop:
         if not is_leader or current is None or self._groups.observed is None:
             return
         if self._groups.observed.epoch != epoch:
-            return  # the reconciler has not run yet
-        # `_make` erases the adjustments that are not valid.
+            return  # the reconciler has had no round in this epoch yet
+        # Adjustments that are not valid are left out here, and `_make` removes them from the store.
         desired, known = current[0], adjustments.valid(*current)
         is_new = epoch != self._epoch
         if is_new:  # ratio plans of earlier leaders are not stored, so measure from the beginning
@@ -212,7 +213,7 @@ class MoveLoop:
     def _being_upgraded(self, *, is_out: bool) -> frozenset[str]:
         """The scenarios with a group that gets another revision now.
 
-        With `is_out`, a scenario is included only if this group does not fully serve.
+        If `is_out` is true, a scenario is included only if this group does not fully serve.
         """
         return frozenset(
             scenario
@@ -221,7 +222,7 @@ class MoveLoop:
         )
 
     def _in_its_place(self, group: GroupShape, racks: tuple[str, ...]) -> GroupShape:
-        """Add the group's region to its shape, and the number of members that could join there."""
+        """Set the shape's region, and the number of members that could join the group."""
         region, blanks = (
             self._groups.controller.regions.get(group.group_id),
             self._groups.blanks(racks),
@@ -230,16 +231,17 @@ class MoveLoop:
         return replace(group, region=region, num_blank=num_blank // self._ranks_of(group.group_id))
 
     def _ranks_of(self, group_id: str) -> int:
-        """How many instances a new prefill or decode consists of, whichever needs more.
+        """The number of instances in a new member of the group, which is a prefill or a decode.
 
-        A member with data parallelism consists of several instances.
+        A member with data parallelism consists of several instances. If prefills and decodes
+        differ, the larger number is returned.
         """
         observed = self._groups.observed
         wanted = observed.wanted.groups.get(group_id) if observed is not None else None
         return max(map(wanted.dp_size, (Role.PREFILL, Role.DECODE))) if wanted is not None else 1
 
     def _resume(self, states: Groups) -> None:
-        """Resume plans from schedules of an earlier leader, because a schedule fires only once."""
+        """Resume an earlier leader's plans from schedules, because a schedule fires only once."""
         for left in pending_from(self._groups.view.desired.adjustments):
             age_s = self._wall() - left.plan.asked_at
             plan = resumable(left, age_s)

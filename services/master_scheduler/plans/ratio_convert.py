@@ -22,7 +22,7 @@ MAX_MOVES: Final = 256  # the most moves in a plan of an operator
 def moves_from(request: pb.PlanMovesRequest, reason: str) -> tuple[Move, ...]:
     """The moves that an operator asks for. Raises InvalidRequest.
 
-    Their number is bounded, because each move is checked against all groups.
+    The number of moves is bounded, because each move is checked against all groups.
     """
     if len(request.moves) > MAX_MOVES:
         raise InvalidRequest(f"more than {MAX_MOVES} moves", field="moves")

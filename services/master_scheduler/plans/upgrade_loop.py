@@ -175,7 +175,7 @@ class UpgradeLoop:
     def _faulty(self) -> Mapping[GroupRevision, Mapping[str, str]]:
         """Instances with a fault, even a suspected one, that hardware does not explain.
 
-        For each group and revision, the result has a reason by instance id.
+        The result maps each group and revision to its faulty instances, with a reason for each.
         """
         found: dict[GroupRevision, dict[str, str]] = {}
         for instance in self._view.fleet.instances.values():
@@ -187,7 +187,7 @@ class UpgradeLoop:
         return found
 
     async def _carry_out(self, effects: Sequence[Effect]) -> None:
-        """Write the records, then restore versions and publish steps, which depend on them."""
+        """Write the records, and then the versions and events that depend on the records."""
         await self._keep(effects)
         for effect in effects:
             match effect:

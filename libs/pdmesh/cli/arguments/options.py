@@ -119,7 +119,7 @@ def _add_state_dir(parser: argparse.ArgumentParser) -> None:
 def _add_nats_url(parser: argparse.ArgumentParser) -> None:
     """Add --nats-url, whose default comes from the environment.
 
-    The URL may have a password, and other users of the machine can read a command line.
+    The URL may contain a password, which other users of the machine could read on a command line.
     """
     parser.add_argument(
         "--nats-url",

@@ -1,9 +1,10 @@
 """The commands by which operators see and change the groups of a mesh.
 
 `pdmesh groups` and `history` show the groups and the versions of the desired state, which is a file
-with the groups that the mesh should have. `diff` compares a file with the desired state. `apply`,
-`promote` and `rollback` change the desired state. `drain`, `cordon` and `uncordon` take instances
-out of service and put them back.
+with the groups that the mesh should have. `diff` compares a file with the desired state. `apply`
+and `rollback` change the desired state. `promote` gives the revision of a canary, an extra group
+that tried the revision first, to all groups. `drain`, `cordon` and `uncordon` take instances out of
+service and put them back.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def ask(
 
 @contextmanager
 def answers_from(url: str) -> Iterator[None]:
-    """Turn connection errors within the block into CommandFailed, also for answers without HTTP."""
+    """Turn errors of the connection, and answers that are not HTTP, into CommandFailed."""
     try:
         yield
     except (OSError, http.client.HTTPException, ValueError) as exc:

@@ -81,7 +81,7 @@ def _added_text(pin: pb.PinState) -> str:
 
 
 def pins_text(pins: pb.ListPinsResponse) -> str:
-    """A table with a row for each pin, and for each kind of KV (fingerprint) that it covers."""
+    """A table with a row for each pin and each kind of KV (fingerprint) that the pin covers."""
     rows = [
         (
             pin.pin_id, pin.tenant, pin.scenario or "all", pin.model, str(pin.num_tokens),

@@ -42,7 +42,7 @@ from pdmesh.launcher.spec import MeshSpec, asked_of
 from pdmesh.models import smollm2
 
 _POLL_S: Final = 0.1
-# The options that --host-folder forbids, because host.json replaces them, with their defaults.
+# Options and their defaults. --host-folder forbids these options, because host.json replaces them.
 _SAID_BY_A_HOST: Final[Mapping[str, object]] = {
     "--regions": None,
     "--nats-url": None,
@@ -476,7 +476,7 @@ def _what_next(http_url: str, grpc_address: str, state_dir: Path, spec: MeshSpec
 
 
 def _own_command() -> str:
-    """The word by which the user can call `pdmesh`: its name if it is on the PATH, or its path."""
+    """The word that calls `pdmesh` in the user's shell: its name if on the PATH, or a path."""
     beside = Path(sys.executable).parent / "pdmesh"
     if shutil.which("pdmesh") or not beside.exists():
         return "pdmesh"

@@ -43,7 +43,7 @@ class Shown:
     """The result of a TLS handshake with a port.
 
     `ends_at` is the end of an accepted certificate. `code` and `why` are set if the certificate was
-    not accepted. None of them is set if the port did not answer.
+    not accepted. None of these is set if the port did not answer.
     """
 
     port: Port
@@ -121,7 +121,7 @@ async def look_at(port: Port, folder: CertificateFolder) -> Shown:
 
 
 def of_ports(shown: Iterable[Shown], now: datetime) -> Iterator[Diagnosis]:
-    """One diagnosis for each port with a problem or warning, and one for all other ports."""
+    """One diagnosis for each port with a problem or warning, and a single one for all others."""
     fine: list[datetime] = []
     for each in shown:
         if each.code:

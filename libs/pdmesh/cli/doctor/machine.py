@@ -28,7 +28,10 @@ _RDMA: Final = frozenset({"rc_mlx5", "rc_verbs", "dc_mlx5", "ud_mlx5", "ud_verbs
 
 
 def examine_machine(engine: str, state_dir: Path, ports: Iterable[int]) -> Iterator[Diagnosis]:
-    """`ports` are the ports on which a mesh would listen. While a mesh runs here, it is empty."""
+    """`ports` are the ports on which a mesh would listen.
+
+    The list is empty while a mesh runs here.
+    """
     yield of_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield of_memory(_available_memory(), engine)
     yield of_room("shared memory", _SHARED_MEMORY)

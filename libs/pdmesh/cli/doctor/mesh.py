@@ -58,7 +58,7 @@ def of_health(healths: Mapping[str, str], down: Iterable[str]) -> Iterator[Diagn
 
 
 def of_clocks(ahead_s: Mapping[str, float]) -> Iterator[Diagnosis]:
-    """`ahead_s` is how many seconds each process's clock is ahead of this machine's, by name."""
+    """`ahead_s` has the seconds by which a process's clock is ahead of ours, by process name."""
     wrong = {name: s for name, s in ahead_s.items() if abs(s) > _MAX_SKEW_S}
     for name, seconds in sorted(wrong.items()):
         where = "ahead of" if seconds > 0 else "behind"

@@ -17,7 +17,7 @@ _SERVICES: Final = (
     "health_monitor",
 )  # fmt: skip
 _AT_ONCE: Final = 2
-# Variables that only the `pdmesh` command and tests read, without the prefix here.
+# Variables that only the `pdmesh` command and tests read. The names here lack the prefix.
 _OTHERS: Final = frozenset(
     SHARED_PREFIX + name
     for name in (
@@ -42,7 +42,7 @@ async def examine_settings(environ: Mapping[str, str]) -> list[Diagnosis]:
 def of_settings(
     answers: Iterable[tuple[str, str]], environ: Mapping[str, str]
 ) -> Iterator[Diagnosis]:
-    """`answers` has each service's settings as it prints them, and its error if it refuses them."""
+    """`answers` has the settings that each service prints, and the service's error or ""."""
     refused = sorted({error for _, error in answers if error})
     yield from (problem("settings", error, "correct or unset it") for error in refused)
     known = set(_OTHERS)

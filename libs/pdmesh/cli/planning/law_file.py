@@ -1,6 +1,7 @@
 """Reads a measured law of an engine's step times, for `pdmesh plan`.
 
-Without a law, the plan estimates step times from the GPU's roofline.
+A law is a formula for the time of a step, depending on the step's batch. Without a law, the plan
+estimates step times from the GPU's roofline.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any, Final
 from pdmesh.core.sizing.model_shape import ModelShape, model_shape
 from pdmesh.core.sizing.problem import SizingProblem
 
-_MAX_BYTES: Final = 1 << 24  # of a config.json
+_MAX_BYTES: Final = 1 << 24  # the largest config.json that is read
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
 _WEIGHTS: Final = ("*.safetensors", "*.gguf", "pytorch_model*.bin")
 
@@ -58,7 +58,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise SizingProblem("model", f"{path} is larger than 16 MiB")
     config = _object(path)
     quantised = path.with_name("hf_quant_config.json")
-    if quantised.is_file() and "quantization_config" not in config:  # of NVIDIA's ModelOpt
+    if quantised.is_file() and "quantization_config" not in config:  # made by NVIDIA's ModelOpt
         own = _object(quantised).get("quantization", {})
         if not isinstance(own, dict):
             raise SizingProblem("model", f"{quantised}: quantization is not a JSON object")

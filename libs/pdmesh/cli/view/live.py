@@ -1,4 +1,7 @@
-"""The view of `pdmesh top`, from the mesh's events: requests by scenario, and instances' load."""
+"""The view of `pdmesh top`, from the mesh's events: requests by scenario, and instances' load.
+
+A scenario is a kind of requests with its own groups of instances.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ _SILENT_S: Final = 3.0  # an instance reports its load at least every second
 class _Instance:
     load: InstanceLoad
     at: float
-    computed: deque[tuple[float, int, int]] = field(default_factory=deque)  # time, tokens, cached
+    # For each computed prompt: the time, its tokens, and the cached ones among these tokens.
+    computed: deque[tuple[float, int, int]] = field(default_factory=deque)
 
 
 class LiveView:
@@ -72,7 +76,7 @@ _INSTANCE_COLUMNS: Final = ("INSTANCE", "SLOTS", "KV FREE", "PROMPT TOKENS/S", "
 
 
 def _scenario(name: str, events: Sequence[RequestFinished], seconds: float) -> tuple[str, ...]:
-    """One row of the table of scenarios. Times are of completed requests only."""
+    """One row of the table of scenarios. The times are those of completed requests."""
     whole = [e for e in events if e.outcome == "completed"]
     steps = [
         (e.e2e_ms - e.ttft_ms) / (e.usage.num_completion_tokens - 1)

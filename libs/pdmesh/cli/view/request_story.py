@@ -1,7 +1,8 @@
 """Collects the steps of one request from the processes' logs, for `pdmesh trace`.
 
-The gateway logs one line at a request's end, with the times of its stages and its lost legs.
-Instances log only failures. So a successful request has a single line.
+The gateway logs one line at a request's end, with the times of the request's stages and its lost
+legs. A leg is a request's stay on one instance. Instances log only failures. So a successful
+request has a single line.
 """
 
 from __future__ import annotations

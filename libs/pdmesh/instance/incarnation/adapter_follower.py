@@ -1,8 +1,8 @@
 """Tells an engine which LoRA adapters are registered, so that the engine unloads all others.
 
 The leading master writes the list of registered adapters. The list loads nothing: an engine loads
-an adapter when a request needs it. The engine gets no list before the whole list was read, and no
-changes while NATS is unreachable.
+an adapter when a request needs it. The engine is told nothing before the whole list has been read,
+and nothing while NATS is unreachable. An adapter's digest is a hash of its files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pdmesh.v1.admin_service_pb2 import RegisteredAdapter
 
 
 class AdapterFollower:
-    """`keep` gets the digests of all registered adapters after each change of the list."""
+    """Calls `keep` with the digests of all registered adapters after each change of the list."""
 
     def __init__(
         self, board: Board[RegisteredAdapter], keep: Callable[[Collection[str]], None]

@@ -60,7 +60,7 @@ class Manifest(JsonObject):
 @dataclass(frozen=True, slots=True)
 class Artefact:
     manifest: Manifest
-    folder: Path  # has the files
+    folder: Path  # contains the files
 
     @property
     def key(self) -> str:
@@ -128,7 +128,7 @@ def fetch_again(artefact: Artefact, cache_dir: Path) -> Artefact:
     """Replace a copy that `verify` found damaged. Blocks. Raises RoleRefused: FETCH_FAILED.
 
     A lock lets only one process at a time do this. If another process has replaced the copy, the
-    new copy stays.
+    new copy is kept.
     """
     target = cache_dir / artefact.key
     with (cache_dir / f"{artefact.key}.lock").open("w") as lock:
@@ -146,7 +146,7 @@ def checked_copy(source: Artefact, cache_dir: Path, measure: Measure) -> Artefac
     """Fetch the artefact to the cache, and verify the copy. Raises RoleRefused.
 
     A damaged copy is replaced once, because every later load would find the same damage. `measure`
-    takes the time of `fetch` and of `verify`.
+    measures the times of `fetch` and `verify`.
     """
     with measure("fetch"):
         copy = fetch(source, cache_dir)

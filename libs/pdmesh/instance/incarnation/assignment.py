@@ -1,4 +1,8 @@
-"""Converts the master's assignments between protobuf and the core's types."""
+"""Converts the master's assignments between protobuf and the core's types.
+
+An assignment is the leader's order to one instance: its role, its peers, and how far it may go (its
+stage). A domain is a set of instances that compute one model together, and each of them has a rank.
+"""
 
 from __future__ import annotations
 

@@ -2,8 +2,9 @@
 
 The engines of a domain compute one model together. All of them connect to the engine of rank 0. The
 master chooses the ranks among blank instances, that is instances without a role, and sends all of
-them the address of rank 0. So every blank instance announces an address with a reserved port. It
-gives the port up just before its engine binds the port.
+them the address of rank 0. So every blank instance announces an address with a reserved port. An
+instance releases its port just before its engine starts, because the engine of rank 0 binds the
+port.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class PartTimes:
-    """The seconds of each part of the way from blank to ready: fetch, verify, build, connect."""
+    """The seconds that each part of a start takes: fetch, verify, build, connect."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -111,8 +111,8 @@ async def with_artefact(
 ) -> tuple[InstanceSettings, Artefact | None]:
     """Verify the role spec's artefact, if it has one.
 
-    Returns the settings with the options of the artefact and the role spec, and the artefact.
-    Raises RoleRefused.
+    Returns the settings, changed by the options of the artefact and of the role spec, and the
+    artefact. Raises RoleRefused.
     """
     if not role_spec.manifest:
         return role_settings.settings_for(settings, role_spec, {}), None

@@ -1,9 +1,13 @@
 """One incarnation of an instance process, from its registration to its end.
 
 An incarnation follows its assignment, which is the master's order to this instance, and reports its
-progress. `core.instance.lifecycle` decides what to do next. This shell loads, verifies peers,
-serves, drains and erases, and passes the results to that core. If a task fails or a permanent task
-ends, the process fails, and its supervisor starts the process again.
+progress. `core.instance.lifecycle` decides what to do next. This shell carries out the decisions:
+it loads the engine, verifies peers, serves, drains and erases. It passes the results to that core.
+Peers are instances of the same group and the other role. Erasing an incarnation ends it and frees
+its engine.
+
+If a task fails, or if a task ends that must run forever, the process fails, and its supervisor
+starts the process again.
 """
 
 from __future__ import annotations
@@ -121,9 +125,9 @@ class Member:
     async def live(self) -> bool:
         """Run the incarnation to its end.
 
-        Returns True if the master had the incarnation erased. The process then begins another one.
-        Returns False once the process was asked to stop and has drained. Raises the error of a task
-        that must not end.
+        Returns True if the incarnation ends because the master has withdrawn or changed the role.
+        The process then begins another incarnation. Returns False once the process was asked to
+        stop and has drained. Raises the error of a task that must not end.
         """
         feed = None
         try:
@@ -225,7 +229,7 @@ class Member:
         self._step(life.Loaded())
 
     async def _serve(self, loaded: LoadedEngine) -> None:
-        """Listen, without admitting anything yet."""
+        """Listen, but refuse requests until `_admit`."""
         serving = Serving(
             loaded, self._events, self._app.service, self._record, self._presence.refresh
         )

@@ -35,7 +35,7 @@ async def text_of(folder: Path | None) -> LoadedText:
 
     If that fails, the log shows the reason, and the model is served without the files.
     """
-    if folder is None:  # the sim engine needs none
+    if folder is None:  # the sim engine needs no files
         return LoadedText()
     try:
         files = await asyncio.to_thread(_read, folder)

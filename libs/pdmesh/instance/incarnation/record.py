@@ -33,9 +33,9 @@ def record_of(
 ) -> InstanceRecord:
     """Build the record.
 
-    `is_stopping` is true once the process was asked to stop, whatever its assignment says. Only a
-    blank instance has a `domain_address`. If the instance becomes rank 0 of a data-parallel domain,
-    the other ranks connect to this address.
+    `is_stopping` is true once the process was asked to stop. A serving instance then drains,
+    whatever its assignment says. Only a blank instance has a `domain_address`. If the instance
+    becomes rank 0 of a data-parallel domain, the other ranks connect to this address.
     """
     role_spec = life.role_spec or _NO_ROLE
     phase = Phase.DRAINING if is_stopping and serving is not None else life.phase

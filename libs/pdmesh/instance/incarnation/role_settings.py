@@ -1,7 +1,8 @@
 """Combines the settings of an instance's environment with those that the master assigned.
 
-An assignment may choose the model and the engine's options. It cannot change the addresses at which
-the process listens, or the certificates that it trusts.
+An assignment's role spec names the role and the group. It may also choose the model and the
+engine's options, but not the addresses at which the process listens or the certificates that the
+process trusts.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 `core.instance.engine_watchdog` decides whether the engine hangs. The health-monitor publishes its
 verdicts on the fault board, and `core.health.fault_levels` decides whether a verdict ends this
 incarnation. The instance then ends itself, and its supervisor (launcher or container runtime)
-starts it again. So no other process needs to know its pid. The module also adds the engine's
-silence, the node's device faults and the instance's counters to each heartbeat.
+starts it again. So no other process needs to know the instance's pid. The module also adds the
+engine's silence, the node's device faults and the instance's counters to each heartbeat.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Watchdog:
             await together(self._mind_the_engine(), self._mind_the_judge())
         except EngineFailed as exc:
             self._host.fail_all(exc.reason, exc.message)  # clients continue elsewhere at once
-            self._say_now()  # tells the health-monitor the reason, since it counts restarts
+            self._say_now()  # tells the health-monitor, which counts restarts, the reason
             await asyncio.sleep(_LAST_WORD_S)
             raise
 

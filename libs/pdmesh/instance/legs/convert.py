@@ -1,6 +1,7 @@
 """Converts gateways' commands and instances' events between protobuf and the engine's types.
 
-The commands are checked. A command that no correct gateway sends raises InvalidRequest.
+The commands are checked. A command that no correct gateway sends raises InvalidRequest. A ticket is
+a decode's right to pull the KV of one prompt.
 """
 
 from __future__ import annotations
@@ -195,8 +196,8 @@ def images_from_proto(
 ) -> tuple[PromptImage, ...]:
     """The images of a prompt, in order, each within the prompt. Raises InvalidRequest.
 
-    `num_tokens` is the prompt's length, or None if it is not known. The digests are the gateway's;
-    the images' data is not hashed again.
+    `num_tokens` is the prompt's length, or None if it is not known. The digests come from the
+    gateway, and this function does not hash the images' data again.
     """
     images = tuple(
         PromptImage(each.position, each.num_tokens, each.digest, each.data, each.num_rows)
@@ -309,10 +310,11 @@ def adapter_from_proto(m: common_pb2.Adapter) -> Adapter:
 
 
 def _check_ticket(ticket: common_pb2.Ticket, num_tokens: int, capacity: Capacity) -> None:
-    """Check the ticket's numbers. A ticket of another fingerprint is left to admission to refuse.
+    """Check the ticket's numbers.
 
-    The expected bytes are the transferred ones. For layers with windows or states, these are fewer
-    than the reserved bytes.
+    A ticket with another fingerprint is not checked, because admission refuses it. The ticket must
+    have the number of bytes to transfer. For layers with windows or states, this number is smaller
+    than the number of reserved bytes.
     """
     if len(ticket.ticket_id.encode()) > MAX_TICKET_ID:
         raise InvalidRequest(f"must have at most {MAX_TICKET_ID} bytes", field="ticket.ticket_id")

@@ -12,7 +12,7 @@ from pdmesh.telemetry import metrics, names, vllm_names
 
 
 class _Shown:
-    """The host whose state is shown at /metrics; None while no engine serves."""
+    """The host whose state /metrics shows, or None while no engine serves."""
 
     host: InstanceHost | None = None
     scenario = ""
@@ -139,7 +139,7 @@ metrics.gauge(
 
 
 def speculated() -> Iterable[tuple[float, metrics.Labels]]:
-    """Return nothing before the first proposal, because most instances never propose."""
+    """Return nothing before the first proposal, because most instances never propose tokens."""
     if (found := _found()) is None:
         return []
     labels = {names.ATTR_SCENARIO: _Shown.scenario}

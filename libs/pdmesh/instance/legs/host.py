@@ -1,8 +1,8 @@
 """Connects the sessions of gateways with the engine of an instance.
 
-A session is the gRPC stream of one gateway. Its commands begin and end legs; a leg is a request's
-stay on this instance. The host applies commands at once and in order, on the event loop. When a
-session ends, for whatever reason, all its legs end.
+A session is the gRPC stream of one gateway. The gateway's commands begin and end legs. A leg is a
+request's stay on this instance. The host applies commands at once and in order, on the event loop.
+When a session ends, for whatever reason, all its legs end.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ENGINE_DIED: Final = "ENGINE_DIED"
 class HostConfig:
     pulls: PullLimits = field(default_factory=PullLimits)
     stall_s: float = OUTBOX_STALL_S  # a gateway that does not read for this time is cut off
-    message_gap_s: float = 0.002  # tokens wait until this time after the last message
+    message_gap_s: float = 0.002  # least time between a message and the next tokens
     progress_every_s: float = PROGRESS_EVERY_S
 
 
@@ -57,7 +57,7 @@ class HostReports:
 
 
 class Speculated(NamedTuple):
-    """What the engine proposed since its start. Without speculation, all counts are 0."""
+    """The engine's proposals of tokens since its start. Without speculation, all counts are 0."""
 
     num_proposals: int
     num_accepted: int  # tokens
@@ -213,9 +213,9 @@ class InstanceHost:
     def apply(self, outbox: Outbox, commands: Iterable[Command]) -> None:
         """Carry out a batch of commands.
 
-        Commands of a later release are ignored. The session stays open, because all other legs of
-        the gateway would end with it. If an ignored command was to begin a leg, the gateway gets no
-        acceptance and gives the leg up after `ANSWER_S`.
+        Commands that only a later release knows are ignored. The session stays open, because its
+        end would end all other legs of the gateway. If an ignored command was to begin a leg, the
+        gateway gets no acceptance and gives the leg up after `ANSWER_S`.
 
         Raises InvalidRequest for commands that no correct gateway sends.
         """
@@ -285,7 +285,7 @@ class InstanceHost:
     async def tell_progress(self) -> None:
         """Report the engine's progress periodically to the sessions that have legs.
 
-        The engine may work for a long time before its first output. Gateways must not take that
+        The engine may work for a long time before its first output. Gateways must not mistake this
         for a hang.
         """
         while True:
@@ -312,7 +312,7 @@ class InstanceHost:
             outbox.close()
 
     def _after_changes(self) -> None:
-        """Let sessions send what waits, and report the load if it changed.
+        """Let sessions send their waiting output, and report the load if it changed.
 
         Gateways that wait for a free slot get the load as soon as there is one.
         """

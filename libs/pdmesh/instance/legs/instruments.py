@@ -82,7 +82,7 @@ metrics.gauge(
     "Blocks of a tier that cannot be evicted because they are being read; 0 when idle",
     lambda: [(count, {names.ATTR_TIER: tier}) for tier, count in tier_leased.items()],
 )
-load_seconds: Final[dict[str, float]] = {}  # of the present incarnation, by part
+load_seconds: Final[dict[str, float]] = {}  # seconds of the present load, by part
 metrics.gauge(
     names.LOAD_SECONDS,
     "Time from blank to ready, by part: fetch, verify, build, connect",

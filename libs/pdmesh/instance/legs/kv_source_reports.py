@@ -1,7 +1,8 @@
 """Keeps the exclusions of an instance's KV sources and reports them (F23, F24, F34).
 
 A KV source is an instance from which this one pulls KV. `core.kv.transfer.source_exclusions`
-decides which sources are ejected or avoided, and for how long.
+decides for how long a source is ejected after corrupt KV, or avoided because it was unreachable or
+slow.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class KvSourceReports:
     def excluded(self) -> list[ExcludedSource]:
         """The sources that are ejected or avoided now.
 
-        This call first releases the sources whose exclusion is over, so it must be made regularly.
+        Each call first releases the sources whose exclusion is over. So call this regularly.
         """
         for over in self._sources.release_due(self._clock()):
             self.on_error(SOURCE_RELEASED, f"{_name(over.source)}: {over.fault}", "")

@@ -1,9 +1,12 @@
-"""Begins legs (admits them, gives their jobs to the engine) and ends them (frees, counts).
+"""Begins and ends the legs of an instance: admission, jobs for the engine, freeing of memory.
 
 A leg is a request's stay on this instance. The admission core may refuse a leg. This module refuses
-a decode if the instance that has its KV is ejected. Neither asks the engine (S40). The KV of a
-prefill waits in a range of memory until a decode pulls it with a ticket. So the slot and the range
-of a prefill are freed only when the ticket closes (S41).
+a decode if the instance that has its KV is ejected. Both decisions are made without the engine
+(S40). The KV of a prefill waits in a range of memory. A ticket is a decode's right to pull this KV.
+So the slot and the range of the prefill are freed only when the ticket closes (S41).
+
+In per-layer mode, the ticket opens while the prefill computes. An early decode, which is chosen at
+that time, pulls the KV of each layer as soon as the layer is computed.
 """
 
 from __future__ import annotations
@@ -66,14 +69,14 @@ from pdmesh.v1.instance_service_pb2 import (
 
 log = structlog.get_logger(__name__)
 
-# An acceptance is left out if the leg's next event follows within this time. It applies to decodes
-# only: gateways measure the prefill time T_p from the acceptance of a prefill.
+# A decode's acceptance waits for this time, and is left out if the leg's next event comes first. A
+# prefill's acceptance does not wait, because gateways measure the prefill time T_p from it.
 _HOLD_ACCEPTED_S: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class PullLimits:
-    """Bounds of one pull of KV, however much of the request's deadline is left."""
+    """Bounds of one pull of KV. They apply even if the request's deadline leaves more time."""
 
     timeout_s: float = TRANSFER_TIMEOUT_S
     stall_s: float = TRANSFER_STALL_S  # longest time without any bytes, once prefill is done
@@ -284,7 +287,7 @@ class LegLife:
         self.table.add(leg)
         leg.outbox.add_accepted(leg.key, _HOLD_ACCEPTED_S)
         remaining_s = m.remaining_ms / 1000
-        # The deadline of an early decode includes the prefill, so `join` bounds its pull.
+        # The deadline of an early decode includes the prefill, so `join` bounds the pull.
         if not m.awaits_first_token:
             remaining_s = min(remaining_s, self._limits.timeout_s)
         self._engine.decode(
@@ -317,8 +320,8 @@ class LegLife:
     def pulling(self, leg: Leg) -> None:
         """The engine has begun to pull the leg's KV.
 
-        If the leg had to wait for its turn, its gateway gets an event, because the gateway's
-        `STALL_S` has run since the acceptance.
+        The gateway's limit `LEG_STALL_S` has been running since the acceptance. So if the leg had
+        to wait for its turn, an event tells the gateway that the pull has begun.
         """
         leg.is_pulling = True
         self._bound_pull(leg)
@@ -338,7 +341,7 @@ class LegLife:
     # -- the end ----------------------------------------------------------------------------------
 
     def abort(self, leg: Leg) -> None:
-        """Abort a leg. The engine's TicketClosed or LandingFreed frees its memory later."""
+        """Abort a leg. Its memory is freed later, by the engine's TicketClosed or LandingFreed."""
         self._engine.abort(leg.number)
         self.forget(leg, "aborted")
         self.admission.ended(leg.number, self._clock())
@@ -406,7 +409,7 @@ class LegLife:
             self.admission.range_freed(leg.number, self._clock())
 
     def ended_unheard(self, number: int) -> None:
-        """Free the range of a prefill that the engine ended before it saw the leg's abort.
+        """Free the range of a prefill that the engine ended before the engine saw the abort.
 
         In this case the engine sends no TicketClosed.
         """
@@ -420,10 +423,10 @@ class LegLife:
         self.sources.check_invariants()
 
 
-# The reasons of failures that this request would have on any instance.
+# Reasons of failures that this request would have on any instance.
 _OF_REQUEST: Final = (ConstraintUnsatisfiable.default_reason, ImageUnusable.default_reason)
-# The reasons of failures that this request may not have on another instance, though this instance
-# works well.
+# Reasons of failures that depend on the instance's model and adapters. The instance works well, and
+# another one may serve the request.
 _OF_MODEL: Final = (AdapterUnusable.default_reason, ImageMisfit.default_reason)
 
 

@@ -1,8 +1,9 @@
-"""The table of an instance's open legs. It also tells which session gets which tokens of a step.
+"""The table of an instance's open legs, and the session to which each token of a step belongs.
 
-A leg is a request's stay on this instance. The table finds a leg by the engine's number, by session
-and key, or by its ticket, a decode's right to pull the leg's KV. A leg leaves the table after its
-last event to the gateway. The admission core may keep the leg's slot longer.
+A leg is a request's stay on this instance. An early decode is a decode leg that begins before
+prefill has drawn token 1. The table finds a leg by the engine's number, by session and key, or by
+its ticket, a decode's right to pull the leg's KV. A leg leaves the table after its last event to
+the gateway. The admission core may keep the leg's slot longer.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ class Leg:
     request_id: str
     num_tokens: int = 0  # most tokens that the engine may compute: prompt and longest answer
     trace_id: str = ""
-    ticket_id: str = ""  # of a prefill that stages KV
-    source: KvSource | None = None  # of a decode: where its KV comes from
-    compute_s_per_byte: float = 0.0  # of a decode: prefill's time per byte of KV; 0: not known
-    is_per_layer: bool = False  # of a prefill: the ticket opens, and may close, while it computes
+    ticket_id: str = ""  # empty unless a prefill stages KV
+    source: KvSource | None = None  # for a decode: where its KV comes from
+    compute_s_per_byte: float = 0.0  # for a decode: prefill's time per byte, or 0
+    is_per_layer: bool = False  # for a prefill: the ticket opens while it computes
     began_at: float = 0.0  # when it was admitted, on the host's clock
-    is_pulling: bool = False  # of a decode: its turn to pull its KV has come
-    is_joined: bool = False  # of an early decode: token 1 is known
-    has_first: bool = False  # of a prefill: token 1 is drawn; of a decode: the KV has come
+    is_pulling: bool = False  # for a decode: the pull of its KV has begun
+    is_joined: bool = False  # for an early decode: token 1 is known
+    has_first: bool = False  # for a prefill: token 1 is drawn; for a decode: the KV is here
     overdue: asyncio.TimerHandle | None = None
     span: Span | None = None
     transfer_span: Span | None = None
@@ -42,7 +43,7 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One session's part of a token batch: its keys, and where their tokens are in the batch."""
+    """One session's part of a token batch: the keys of its legs, and their places in the batch."""
 
     outbox: Outbox
     keys: list[int] = field(default_factory=list)
@@ -63,7 +64,7 @@ class LegTable:
 
     @property
     def num_tickets(self) -> int:
-        """The number of prefills whose ticket is not closed, counted from their admission."""
+        """The number of prefills with a ticket. A ticket counts from admission until it closes."""
         return len(self._by_ticket)
 
     def add(self, leg: Leg) -> None:

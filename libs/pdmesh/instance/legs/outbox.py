@@ -3,7 +3,10 @@
 The session's writer takes everything that waits as one message. While the writer is busy, the
 tokens of several steps gather. Tokens are sent at once unless the last message was sent less than
 `gap_s` ago, so that very short steps do not cost a message each. Events that are not urgent wait up
-to `gap_s` for others. The outbox is bounded: a gateway that does not read is cut off (F28).
+to `gap_s` for other events. The outbox is bounded: a gateway that does not read is cut off (F28).
+
+A leg is a request's stay on the instance. The acceptance of a leg is the event that tells the
+gateway that the instance has taken the leg.
 """
 
 from __future__ import annotations
@@ -32,12 +35,12 @@ _BYTES_PER_WEIGHT: Final = 256  # this many bytes of vectors count as one token
 class _Unsent:
     keys: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    accepted: dict[int, float] = field(default_factory=dict)  # by key: when it must be sent
+    accepted: dict[int, float] = field(default_factory=dict)  # when to send each, by key
     events: list[SessionEvent] = field(default_factory=list)
     load: Load | None = None
     progress: Progress | None = None
     due_at: float = math.inf
-    num_value_bytes: int = 0  # of vectors and scores
+    num_value_bytes: int = 0  # the bytes of vectors and scores
 
     @property
     def weight(self) -> int:
@@ -45,7 +48,7 @@ class _Unsent:
         return len(self.keys) + events + self.num_value_bytes // _BYTES_PER_WEIGHT
 
     def hold_back(self, now: float) -> dict[int, float]:
-        """Take out the acceptances whose time to be sent has not come."""
+        """Remove and return the acceptances that are not due yet."""
         held = {key: at for key, at in self.accepted.items() if at > now}
         for key in held:
             del self.accepted[key]
@@ -94,7 +97,7 @@ class Outbox:
         self._send_by(self._taken_at + self._gap_s)
 
     def add_event(self, event: SessionEvent, *, is_urgent: bool = True) -> None:
-        """Add an event. It is urgent if the gateway waits for it."""
+        """Add an event. `is_urgent` means that the gateway waits for this event."""
         self._unsent.accepted.pop(event.key, None)
         self._unsent.events.append(event)
         self._send_by(-math.inf if is_urgent else self._clock() + self._gap_s)
@@ -136,7 +139,7 @@ class Outbox:
 
     @property
     def num_pending(self) -> int:
-        """How much waits, in tokens. An event weighs as much as several tokens."""
+        """The size of the waiting output, in tokens. An event counts as several tokens."""
         return self._unsent.weight
 
     @property

@@ -1,8 +1,8 @@
 """Handles the outputs of an instance's engine.
 
 A leg is a request's stay on this instance. Tokens and events are added to the outbox of the leg's
-session. Outputs that end a leg free its slot, and outputs about its memory free the memory. Changes
-of the engine's cache are published.
+session. An output that ends a leg frees the leg's slot. When the engine has released a leg's
+memory, the output that says so frees the reservation. Changes of the engine's cache are published.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pdmesh.v1.instance_service_pb2 import KV_STAGE_ARRIVED, LogprobsDrawn, Sess
 
 
 class Outputs:
-    """`on_blocks` gets the changes of the engine's cache.
+    """`on_blocks` receives the changes of the engine's cache.
 
     `on_record` is called when the instance's registry record has changed.
     """

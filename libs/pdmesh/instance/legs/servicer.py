@@ -139,7 +139,7 @@ class InstanceServicer:
     ) -> AsyncIterator[GetKvSnapshotResponse]:
         sequence, by_tier = self._blocks.snapshot()
         incarnation = self._record().incarnation
-        by_tier.setdefault(Tier.ENGINE, [])  # without blocks, the answer still has the sequence
+        by_tier.setdefault(Tier.ENGINE, [])  # without blocks, only the sequence number is sent
         for tier, hashes in by_tier.items():
             for start in range(0, max(len(hashes), 1), _HASHES_PER_PART):
                 yield GetKvSnapshotResponse(

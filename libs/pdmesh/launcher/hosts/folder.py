@@ -11,7 +11,7 @@ Hosts with servers also have:
     redis.acl          the permissions of Redis' users
     sentinel.acl       the permissions of the users of Redis' sentinels
 
-Only the user who runs the host may read it.
+Only the user who runs the host may read the folder.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from pdmesh.core.access.exposure import is_loopback
 from pdmesh.errors import InvalidRequest
 
 _NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
-_CLUSTER_SIZES: Final = (3, 5)  # so that a majority is left when one server is lost
+_CLUSTER_SIZES: Final = (3, 5)  # a majority is left when one server is lost
 _FOLDERS: Final = frozenset({"authority", "admin"})  # these folders are beside the hosts' folders
 _MAX_HOSTS: Final = 256
 _Count = Annotated[int, Field(ge=0, le=4096)]
@@ -79,7 +79,10 @@ class Layout(_Part):
 
     @property
     def server_hosts(self) -> tuple[str, ...]:
-        """The names of the hosts with servers. At first, Redis' primary is on the first of them."""
+        """The names of the hosts with servers.
+
+        The first one has Redis' primary at the first start.
+        """
         return self.servers or tuple(self.hosts)[: _CLUSTER_SIZES[0]]
 
     def address(self, host: str) -> str:
@@ -133,7 +136,7 @@ def read(text: str) -> Layout:
 
 
 def _as_json(data: object) -> str:
-    """Convert to JSON: a strict model accepts a list for a tuple only if it comes from JSON."""
+    """Convert to JSON, because a strict model accepts a list for a tuple only in JSON."""
     try:
         return json.dumps(data)
     except (TypeError, ValueError, RecursionError) as exc:

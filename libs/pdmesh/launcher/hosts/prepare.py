@@ -1,7 +1,7 @@
 """Writes a folder for each host, and a folder with the mesh's certificate authority and secrets.
 
-A second run keeps the authority and the secrets, and makes new certificates. Run it when hosts were
-added, and before the certificates expire.
+A second run keeps the authority and the secrets, and makes new certificates. Run it again after
+hosts were added, and before the certificates expire.
 """
 
 from __future__ import annotations

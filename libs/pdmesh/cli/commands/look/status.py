@@ -40,13 +40,13 @@ _PAIRED: Final = {Role.ROLE_PREFILL: CoreRole.PREFILL, Role.ROLE_DECODE: CoreRol
 
 @dataclass
 class Row:
-    """One service process. `health` is the health-monitor's verdict, as the master has it."""
+    """One service process. `health` is the health-monitor's verdict, as the master knows it."""
 
     id: str
     service: str
     role: str = ""
     group: str = ""
-    domain: str = ""  # of a rank of a data-parallel domain, for example `chat-d7 3/8`
+    domain: str = ""  # a rank of a data-parallel domain, for example `chat-d7 3/8`
     region: str = ""
     phase: str = ""  # the instance's phase, from blank to serving
     health: str = ""
@@ -62,7 +62,7 @@ class Row:
     engine: str = ""
     address: str = ""
     pid: int = 0
-    kv_path: str = ""  # in which memory KV waits and lands, and why; " | " between ranks
+    kv_path: str = ""  # memory that stages and receives KV, and why; " | " between ranks
 
 
 @dataclass
@@ -287,7 +287,7 @@ def _split(path: str) -> tuple[str, str]:
 
 
 def _processes(status: Status) -> str:
-    """The processes in the launcher's state file, which are shown if the registry is not read."""
+    """The processes in the launcher's state file. They are shown if the registry cannot be read."""
     processes = status.mesh["processes"] if status.mesh else {}
     rows = [(n, p["phase"], str(p["pid"]), p["ops_address"]) for n, p in processes.items()]
     return table(("PROCESS", "PHASE", "PID", "OPS"), rows)
