@@ -20,14 +20,16 @@ class Bounds:
     receive_timeout_s: float
     max_connections: int
     max_connections_per_ip: int
-    # If true, a full listener drops its oldest connections. Those without a request go first.
+    # If true, a full listener drops connections of the address that has most. Those without a
+    # request go first, each kind from the oldest on.
     makes_room: bool = False
     num_by_ip: Counter[str] = field(default_factory=Counter)
     num_open: int = 0
     num_refused: int = 0
-    # The connections without a request to answer, and those with one, each oldest first.
-    waiting: dict[CutOff, None] = field(default_factory=dict)
-    answering: dict[CutOff, None] = field(default_factory=dict)
+    # The connections without a request to answer, and those with one, each oldest first, with
+    # their addresses.
+    waiting: dict[CutOff, str] = field(default_factory=dict)
+    answering: dict[CutOff, str] = field(default_factory=dict)
 
     def enter(self, ip: str) -> bool:
         if not self._has_room(ip):
@@ -38,13 +40,13 @@ class Bounds:
         self.num_by_ip[ip] += 1
         return True
 
-    def waits(self, cut_off: CutOff) -> None:
+    def waits(self, ip: str, cut_off: CutOff) -> None:
         self.answering.pop(cut_off, None)
-        self.waiting[cut_off] = None
+        self.waiting[cut_off] = ip
 
-    def answers(self, cut_off: CutOff) -> None:
+    def answers(self, ip: str, cut_off: CutOff) -> None:
         self.waiting.pop(cut_off, None)
-        self.answering[cut_off] = None
+        self.answering[cut_off] = ip
 
     def leave(self, ip: str, cut_off: CutOff) -> None:
         self.waiting.pop(cut_off, None)
@@ -65,8 +67,13 @@ class Bounds:
         )
 
     def _make_room(self, ip: str) -> bool:
-        if self.makes_room:
-            for cut_off in [*self.waiting, *self.answering]:
+        if not self.makes_room:
+            return False
+        # An address that is at its own limit must not cost other addresses their connections.
+        is_at_limit = self.num_by_ip[ip] >= self.max_connections_per_ip
+        crowded = ip if is_at_limit else max(self.num_by_ip, key=self.num_by_ip.__getitem__)
+        for cut_off, address in [*self.waiting.items(), *self.answering.items()]:
+            if address == crowded:
                 cut_off()
                 if self._has_room(ip):
                     return True

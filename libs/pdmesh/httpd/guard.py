@@ -75,7 +75,7 @@ class _Guarded(HttpToolsProtocol):
             return
         self._is_admitted = self._is_counted = True
         super().connection_made(cast("asyncio.Transport", transport))
-        self.bounds.waits(self.abort)
+        self.bounds.waits(self._ip, self.abort)
         self._start_clock()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -154,7 +154,7 @@ class _Guarded(HttpToolsProtocol):
         if not self._is_whole:
             self._unset_keepalive_if_required()  # a part of the next request is already there
         elif self.cycle.response_complete and self._is_counted:
-            self.bounds.waits(self.abort)
+            self.bounds.waits(self._ip, self.abort)
 
     # httptools calls the following methods, which have no types upstream.
     def on_message_begin(self) -> Any:
@@ -183,7 +183,7 @@ class _Guarded(HttpToolsProtocol):
             raise GuardRefused
         scope = cast("dict[str, Any]", self.scope)  # ASGI allows keys of our own
         scope[CONNECTION] = self
-        self.bounds.answers(self.abort)
+        self.bounds.answers(self._ip, self.abort)
         super().on_headers_complete()
         self._is_in_head = False
         scope["path"] = scope["raw_path"].decode("ascii")  # not decoded: %2f is not a slash here
@@ -253,7 +253,7 @@ class _Guarded(HttpToolsProtocol):
             return
         self._is_ending = True
         if self._is_counted:
-            self.bounds.waits(self.abort)  # the connection stays only for its answer
+            self.bounds.waits(self._ip, self.abort)  # the connection stays only for its answer
         self._stop_clock()
         self._unset_keepalive_if_required()
         self.flow.resume_reading()
