@@ -1,6 +1,6 @@
 """Placement filters instances, scores them and picks some.
 
-A booking is planned work, which placement counts until a load report comes.
+A booking is planned work that placement counts until load reports include it.
 """
 
 from __future__ import annotations
