@@ -3,7 +3,7 @@
 These invariants are checked after every round. No group gets more instances than it wants. Prefills
 and decodes of different revisions or groups never connect. No prefill accepts requests in a group
 that cannot serve. The controller takes no scenario below its minimum. When the faults stop, every
-group matches the desired state, and no instance is left over.
+group matches the desired state, and no other instance has an assignment.
 """
 
 from __future__ import annotations
