@@ -127,7 +127,7 @@ class GroupMachine(WorldMachine):
     def _check_entrance(self, round_: Round, instance_id: str) -> None:
         """Check that an instance may begin to serve (S19).
 
-        The instance has verified every pair with a member that stays. A prefill also needs a decode
+        Every pair of it and a ready member that stays is verified. A prefill also needs a decode
         that already serves.
         """
         given, seen = round_.plan[instance_id], round_.observed.seen[instance_id]
