@@ -27,7 +27,7 @@ def test_the_order_of_eviction() -> None:
     """Free slots are filled first. Then blocks leave that were not used after they were stored,
     oldest first, and then the others.
 
-    Pinned and kept blocks never leave.
+    Here, pinned and kept blocks do not leave.
     """
     book = PoolBook(6, keep_after=3)
     a, b, c, d, e, f = stored(book, *range(6))
