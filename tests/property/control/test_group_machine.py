@@ -127,8 +127,8 @@ class GroupMachine(WorldMachine):
     def _check_entrance(self, round_: Round, instance_id: str) -> None:
         """Check that an instance may begin to serve (S19).
 
-        Every pair of it and a ready member that stays is verified. A prefill also needs a decode
-        that already serves.
+        Its pairs with all ready members of the other role that stay are verified. A prefill also
+        needs a decode that already serves.
         """
         given, seen = round_.plan[instance_id], round_.observed.seen[instance_id]
         group = round_.observed.wanted.groups[given.role_spec.group_id]
