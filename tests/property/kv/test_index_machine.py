@@ -132,7 +132,7 @@ class IndexMachine(RuleBasedStateMachine):
                     assert self.copy.blocks(name, tier) == worker.held[tier]
 
     def teardown(self) -> None:
-        """Check that one snapshot of an instance repairs its blocks in the copy, whatever happened."""
+        """Check that one snapshot of an instance repairs its blocks in the copy in any case."""
         for name, worker in self.workers.items():
             is_loading = self.copy.is_loading(name)
             if is_loading or self.copy.version(name) != (worker.incarnation, worker.sequence):
