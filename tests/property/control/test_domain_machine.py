@@ -3,7 +3,7 @@
 A domain is a set of instances, its ranks, that compute one model together. After every round of the
 group controller, no two instances have the same place in a domain. A rank begins to serve only when
 all ranks of its domain are connected. If a domain loses a rank, all its other ranks leave. When the
-faults stop, every domain is whole, and no instance is left over.
+faults stop, every domain is whole, and no other instance has an assignment.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 These invariants are checked after every round. No group gets more instances than it wants. Prefills
 and decodes of different revisions or groups never connect. No prefill accepts requests in a group
 that cannot serve. The controller takes no scenario below its minimum. When the faults stop, every
-group matches the desired state, and no instance is left over.
+group matches the desired state, and no other instance has an assignment.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ class GroupMachine(WorldMachine):
     def _check_entrance(self, round_: Round, instance_id: str) -> None:
         """Check that an instance may begin to serve (S19).
 
-        The instance has verified every pair with a member that stays. A prefill also needs a decode
-        that already serves.
+        Its pairs with all ready members of the other role that stay are verified. A prefill also
+        needs a decode that already serves.
         """
         given, seen = round_.plan[instance_id], round_.observed.seen[instance_id]
         group = round_.observed.wanted.groups[given.role_spec.group_id]

@@ -17,7 +17,7 @@ TWO_BY_TWO = Desired(groups={"chat": Group("default", 2, 2)})
 
 @pytest.mark.fault("F41")
 def test_processes_that_are_restarted_one_by_one_are_not_failures() -> None:
-    """Each restarted instance drains for longer than `serve_s`, its limit to begin to serve."""
+    """Each drain takes longer than `serve_s`, the limit for an instance to begin to serve."""
     world = World(TWO_BY_TWO, num=5)
     world.settle()
     world.steps.clear()

@@ -34,9 +34,7 @@ names = st.sampled_from(NAMES)
 
 
 class RegionMachine(GroupMachine):
-    """The five instances of each region have other ids than the instances in the inherited
-    rules.
-    """
+    """Replaces the inherited rules about instances. Each region has five instances."""
 
     @initialize(state=st.sampled_from(STATES))
     def begin(self, state: Desired) -> None:
@@ -121,7 +119,7 @@ class RegionMachine(GroupMachine):
             own = [i for i, given in world.given.items() if given.role_spec.group_id == group_id]
             regions = {world.records[i].region for i in own}
             if group.spans_regions:
-                # the groups want six instances, and each region has only five
+                # this group wants six instances, and each region has only five
                 assert len(regions) == 2
             else:
                 assert len(regions) == 1, world.describe()

@@ -120,8 +120,8 @@ def test_a_revision_that_cannot_be_loaded_does_not_block_its_successor() -> None
 @pytest.mark.req("S24")
 @pytest.mark.fault("F1")
 def test_a_rollback_with_too_few_instances_ends_and_reports_what_is_missing() -> None:
-    """Hardware is lost during a rollback. The group that now lacks instances keeps none of them on
-    the bad revision.
+    """Hardware is lost during a rollback, so group b lacks an instance. None of its other instances
+    keeps the bad revision.
     """
     world = settled(2, num_spare=0)
     world.apply(released("2", 2))

@@ -1,7 +1,7 @@
 """The master's view of loads does not depend on the order or the repetition of load reports (F22).
 
-test_prefix_index.py tests the same for KV blocks. Registry records and verdicts need no such test,
-because their store numbers the writes.
+tests/property/kv/test_prefix_index.py tests the same for KV blocks. Registry records and verdicts
+need no such test, because their store numbers the writes.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Recorder(MemoryBus):
 
 
 def messages_of(told: Sequence[Report]) -> list[Message]:
-    """Turn the reports into numbered messages, and add a last report of an idle instance for
-    each.
+    """Turn the reports into numbered messages. At the end, each instance reports that it is
+    idle.
     """
     bus = Recorder()
     publishers = {name: EventPublisher(bus, name, 1) for name in NAMES}

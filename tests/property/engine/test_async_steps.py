@@ -155,7 +155,9 @@ class Engine:
         return ModelRunnerOutput(keys, {key: n for n, key in enumerate(keys)}, sampled)
 
     def _watch_blocks(self, step: Any) -> None:
-        """Record each request's blocks, and those that a step in flight still writes."""
+        """Record each request's blocks. Also record new blocks that a step in flight still writes
+        for another request.
+        """
         for new in step.scheduled_new_reqs:
             self._blocks[new.req_id] = []
             self._give(new.req_id, new.block_ids[0])

@@ -23,7 +23,7 @@ SIZE = 1 << 16
 
 
 class ArenaMachine(RuleBasedStateMachine):
-    """Checks the arena against a model that marks every byte."""
+    """Checks the arena against a model that records the owner of each aligned unit."""
 
     ranges = Bundle("ranges")
 
@@ -31,7 +31,7 @@ class ArenaMachine(RuleBasedStateMachine):
     def start(self, align: int) -> None:
         self.align = align
         self.arena = ArenaAllocator(SIZE, align)
-        # the reservation that owns each aligned unit
+        # None, or the reservation that owns the unit
         self.owner: list[int | None] = [None] * (SIZE // align)
 
     @rule(target=ranges, length=st.integers(1, SIZE + 1))

@@ -95,7 +95,7 @@ def on_arrays(
     heads: range,
     is_gather: bool,
 ) -> None:
-    """Run the kernel's programs on arrays, with the same two functions as on a GPU."""
+    """Run the kernel's programs on arrays, with its functions `cache_word` and `buffer_word`."""
     plan = word_plan(where)
     kind = {8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}[plan.word_bytes]
     words_of_buffer = buffer.view(kind)

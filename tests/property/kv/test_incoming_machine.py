@@ -107,7 +107,7 @@ class IncomingMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(load.has_deliverer for load in self.loads.values()))
     @rule(pick=PICK)
     def verified(self, pick: int) -> None:
-        """Deliver a range. The engine may have cancelled the pull without the agent's knowledge."""
+        """Deliver a range. The engine may have cancelled the pull before the agent learns of it."""
         delivering = [leg for leg, load in self.loads.items() if load.has_deliverer]
         self.tell(events.RangeVerified(delivering[pick % len(delivering)]))
 
@@ -127,8 +127,8 @@ class IncomingMachine(RuleBasedStateMachine):
         self.end_pull(leg, is_success, num_ours)
 
     def end_pull(self, leg: int, is_success: bool, num_ours: int) -> None:
-        """End a pull. A successful pull has delivered all ranges. After a failure, some are
-        missing.
+        """End a pull. If it failed, late writes may still reach its landings, except for the first
+        `num_ours` of them.
         """
         load = self.loads[leg]
         load.is_pulling = False

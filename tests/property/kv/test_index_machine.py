@@ -132,7 +132,7 @@ class IndexMachine(RuleBasedStateMachine):
                     assert self.copy.blocks(name, tier) == worker.held[tier]
 
     def teardown(self) -> None:
-        """Check that one snapshot of each outdated worker is enough, whatever happened before."""
+        """Check that one snapshot of an instance repairs its blocks in the copy in any case."""
         for name, worker in self.workers.items():
             is_loading = self.copy.is_loading(name)
             if is_loading or self.copy.version(name) != (worker.incarnation, worker.sequence):
@@ -158,7 +158,7 @@ class IndexMachine(RuleBasedStateMachine):
         return lengths
 
     def _is_present(self, name: str, incarnation: int) -> bool:
-        """Say that the registry knows every incarnation, so that the feed accepts all messages."""
+        """Say whether this is the present incarnation. The feed drops the messages of others."""
         return self.workers[name].incarnation == incarnation
 
 

@@ -241,8 +241,8 @@ class TransferMachine(RuleBasedStateMachine):
     def things_take_their_course(
         self, data: st.DataObject, num_steps: int, is_intact: bool
     ) -> None:
-        """Run without faults for a while, because random rules alone rarely reach the end of a
-        pull.
+        """Run in the usual order for a while, because random rules alone rarely reach the end of a
+        pull. Unless `is_intact`, parts are found corrupt.
         """
         self.go_on(data.draw(st.sampled_from(self.links)), num_steps, is_intact)
 

@@ -75,7 +75,7 @@ class Gateway:
         self.write(self.parts.due(self.tenant, clock, is_leaving=is_leaving), clock)
 
     def charge(self, num_tokens: int, clock: Clock) -> Charge | LimitRefused:
-        """Charge a call. If the charge is refused, ask the other gateways once and try again."""
+        """Charge a call. If tokens are lacking, ask the other gateways once and try again."""
         found = self.try_charge(num_tokens, clock)
         if isinstance(found, LimitRefused) and found.num_lacking:
             with self.parts.waiting(self.tenant, num_tokens):
@@ -201,9 +201,7 @@ class PartsMachine(RuleBasedStateMachine):
 
     @rule()
     def all_gateways_ask(self) -> None:
-        """Check fairness: each gateway gets a part within seconds, unless open calls use the whole
-        limit.
-        """
+        """Check fairness: while no call is open, each gateway gets a part within seconds."""
         if any(g.charges for g in self.gateways):
             return
         for gateway in self.gateways:
@@ -382,8 +380,8 @@ class Fleet:
             gateway.write(gateway.parts.due(self.tenant, self.clock, tells_use=False), self.clock)
 
     def exhaust(self, quota: int, routing: list[int]) -> None:
-        """Make calls until every gateway refuses: first calls of odd sizes, then of single
-        tokens.
+        """Make calls until every gateway refuses: first for a seventh of the remaining quota each,
+        then for single tokens.
         """
         refused: set[str] = set()
         for step in count():

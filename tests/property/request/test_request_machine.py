@@ -74,7 +74,7 @@ class Leg:
     key: int
     to: Candidate
     is_decode: bool
-    # the number of the answer's tokens that the leg knows, and of the next token
+    # how many tokens of the answer the leg knows, and thus the number of the next token
     num_known: int
     num_left: int
     is_open: bool = True  # sent to the instance, and not yet ended, aborted or lost
@@ -368,9 +368,7 @@ class RequestMachine(RuleBasedStateMachine):
 
     @rule(instance=st.sampled_from([*PREFILLS, *DECODES, FUSION]))
     def an_instance_dies(self, instance: Candidate) -> None:
-        """Break the sessions of an instance. Its tickets are lost, and so are its legs that the
-        gateway knows.
-        """
+        """Break the sessions of an instance. Its legs and its open tickets are lost."""
         self.kill(instance)
 
     @precondition(lambda self: bool(self.legs))

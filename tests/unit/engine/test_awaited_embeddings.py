@@ -75,7 +75,7 @@ async def test_a_failure_of_the_fetch_leaves_no_wait() -> None:
 
 @pytest.mark.fault("F34")
 async def test_an_encoder_that_cannot_be_fetched_from_is_soon_not_asked() -> None:
-    """Otherwise each prompt would wait for its fetch until the patience ends."""
+    """Otherwise each prompt would wait until its fetch fails at the deadline."""
     asked: list[KvPeer] = []
 
     async def fail(encoder: KvPeer, deadline_s: float) -> int:

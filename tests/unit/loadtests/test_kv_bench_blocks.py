@@ -1,6 +1,7 @@
 """The KV benchmark with different block sizes.
 
-Its report derives the cost of control, the utilisation and the bars.
+Its report derives the cost of control and the utilisation, and says whether the required values are
+reached.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The figures of the KV benchmark: which numbers a ratio compares, and when a bar is met."""
+"""The figures of the KV benchmark: the numbers in a ratio, and when a required value is met."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of the loading bench: ratios of pairs in a round, bars, and the bytes read."""
+"""The report of the loading bench: ratios within a round, required values, and bytes read."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_model_is_whole_and_a_disk_counts_what_is_read(tmp_path: Path) -> No
 
 def test_processes_share_the_rate_and_idle_time_is_not_made_up_for() -> None:
     times = shared_times()
-    times[0] -= 1000  # the processes have been idle since then
+    times[0] -= 1000  # as if the processes had been idle for 1,000 s
     times[1] -= 1000
     began = time.monotonic()
     SharedRate(1e6, times).take(10_000)

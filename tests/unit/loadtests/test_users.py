@@ -70,7 +70,7 @@ def test_a_point_of_a_run_without_answers_is_all_zero() -> None:
 def test_the_report_says_of_each_bar_whether_it_is_met(
     ours: float, queues: float, share: float, num_missed: int
 ) -> None:
-    """The bars are about the run with the most users."""
+    """The required values apply to the run with the most users."""
     text = bars(
         [
             found(ON_DEMAND.name, 24, 10.0),

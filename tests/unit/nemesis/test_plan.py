@@ -75,7 +75,7 @@ def test_an_applied_state_is_valid_and_leaves_room_for_a_new_release() -> None:
 
 
 def test_a_short_run_has_every_kind_of_fault() -> None:
-    """A run of two minutes has more than ten steps, which draw from a bag of twenty-one faults."""
+    """A run of two minutes has more than ten steps, which draw from a bag of all faults."""
     kinds = {(type(f), f.target.rstrip("-0123456789")) for step in plan(1, 14) for f in step.faults}
     assert {kind.__name__ for kind, _ in kinds} == {
         "Signal", "Freeze", "Outage", "Cut", "Slow", "DeviceFault",

@@ -1,4 +1,6 @@
-"""The profile `observe` of docker-compose.yml fits the cluster that it watches, and is as hardened.
+"""The profile `observe` of docker-compose.yml fits the cluster that it watches.
+
+Its services are as hardened as those of the cluster.
 
 No test starts the images, so these tests compare the files with each other.
 """

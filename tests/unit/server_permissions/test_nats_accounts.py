@@ -93,8 +93,8 @@ def test_what_nats_could_not_tell_apart_is_refused(holders: list[Holder], proble
 
 
 def test_no_two_accounts_take_the_same_subject_from_each_other() -> None:
-    """nats-server does not start with such a cycle. Two masters publish events about the same
-    groups.
+    """nats-server does not start if two accounts import a subject from each other. This is possible
+    for two masters, which publish events about the same groups.
     """
     holders = [Holder(role, f"{role}-{i}") for role in NATS_ROLES for i in range(2)]
     text = nats_accounts(holders)

@@ -88,8 +88,8 @@ def test_the_number_of_waiting_requests_is_bounded() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_each_of_many_adapters_gets_legs_however_busy_the_others_are(seed: int) -> None:
-    """Gateways ask again every 50 ms. For a, b and c there are always many requests. For x and y
-    there is one at a time.
+    """Gateways offer their requests again every 50 ms. Adapters a, b and c always have many
+    requests. Adapters x and y have one at a time.
     """
     rng, turns = random.Random(seed), AdapterTurns(2)
     running: list[tuple[float, str]] = []

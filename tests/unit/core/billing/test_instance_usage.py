@@ -104,7 +104,7 @@ class Site:
         """A usage loop as in a process that has just started."""
         store = UsageStore(self.bucket)  # type: ignore[arg-type]  # a fake
         return UsageLoop(
-            self,  # type: ignore[arg-type]  # what is read of it
+            self,  # type: ignore[arg-type]  # has what the loop reads
             store,
             lambda: (self.leads, self.world.epoch),
             lambda: self.now,

@@ -1,4 +1,4 @@
-"""The wanted groups: their role specs and counts, and the minimum of each scenario."""
+"""The groups that the mesh should have: role specs and counts, and each scenario's minimum."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def scenarios_of(world: World) -> set[str]:
 @pytest.mark.req("S4")
 @pytest.mark.parametrize("num", [4, 8])
 def test_a_group_that_is_to_serve_another_scenario_serves_it_with_other_instances(num: int) -> None:
-    """An instance keeps its scenario for life. A bug once counted the old instances as members of
+    """An incarnation never changes its scenario. A bug once counted the old instances as members of
     the changed group.
     """
     world = World(of_scenario("chat"), num=num)

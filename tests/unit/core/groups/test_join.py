@@ -102,7 +102,7 @@ def test_a_group_without_room_for_its_encoder_serves_and_gets_it_later() -> None
 
 @pytest.mark.req("S130")
 def test_an_encoder_that_never_loads_stops_no_group() -> None:
-    """The encoder's model may take no images. The load is tried again now and then."""
+    """For example, the encoder's model takes no images. The load is tried again now and then."""
     world = World(SEEING, num=5)
     num_tried = 0
     for _ in range(400):

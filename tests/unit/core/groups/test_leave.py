@@ -1,6 +1,7 @@
 """Tests which instances leave a group, and when.
 
-A successor comes first. Without a spare instance, just as many leave as are needed for room.
+A successor serves before an instance leaves. If no instance is spare, only as many leave early as
+must make room for successors.
 """
 
 from __future__ import annotations

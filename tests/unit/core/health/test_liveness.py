@@ -90,8 +90,8 @@ def test_a_new_incarnation_replaces_the_old_one_which_never_revives(
 def test_a_worker_cut_off_from_the_bus_is_back_when_it_registers_again(
     tracker: HealthTracker,
 ) -> None:
-    """The worker never died, but its lease ended behind a network partition. If the worker had to
-    restart first, it would be lost (I8).
+    """The instance never died, but its lease ended behind a network partition. If the instance had
+    to restart first, it would be lost (I8).
     """
     tracker.handle(RecordSeen("p0", 1, "prefill"), now=0.0)
     tracker.handle(RecordVanished("p0", is_lease_end=True), now=3.0)

@@ -37,7 +37,9 @@ def whats(trouble: Trouble) -> list[str]:
 
 
 def test_a_death_ends_when_another_instance_serves_in_its_place() -> None:
-    """Requests notice a death first. So requests that moved before the verdict count, too."""
+    """Requests notice a death before the health-monitor does. So the incident also counts requests
+    that migrated before the verdict.
+    """
     (trouble,) = after(
         (9.0, lost()),
         (10.0, HealthTurned("d-0", 1, "suspect", "heartbeat_missed")),

@@ -82,7 +82,7 @@ def test_what_says_nothing_about_the_path_does_not_count(reason: str) -> None:
 
 
 def test_only_so_many_sources_are_remembered() -> None:
-    """When there are too many, the source that failed longest ago is forgotten."""
+    """Beyond MAX_SOURCES, the source that failed longest ago is forgotten."""
     sources = failing()
     others = (PeerId("encoder-1", incarnation) for incarnation in itertools.count(1))
     for other in itertools.islice(others, MAX_SOURCES - 1):

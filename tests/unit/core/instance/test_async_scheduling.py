@@ -1,5 +1,6 @@
-"""Tests when an engine schedules a step while it computes the step before, and the reason it
-gives.
+"""Tests whether an engine schedules a step while it computes the step before.
+
+Each decision has a reason.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Load reports name admitted prompts and the times of computed prompts.
+"""Load reports name each admitted prompt once and each computed prompt once, with times.
 
-Each is named once, and the size of a report is bounded.
+The size of a report is bounded.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def test_reports_are_bounded() -> None:
 
 @pytest.mark.req("S93", "S107")
 def test_who_decodes_beside_a_prompt_is_counted_over_its_time_without_itself() -> None:
-    """A report after the prompt would miss the requests that decoded during it, and would count the
-    prompt's own request.
+    """A count at the end of a prompt would miss requests that stopped decoding before. A later
+    count would include the prompt's own request.
     """
     book = LoadBook()
     book.admitted(1, "a", 100, now=0.0)

@@ -24,8 +24,8 @@ def synchronous(num_steps: int) -> StepTimes:
 
 
 def asynchronous(num_steps: int) -> StepTimes:
-    """Step n is computed from n * T2 on. Step n - 1 is processed and step n + 1 is scheduled at the
-    same time.
+    """Step n is computed from n * T2 on. Meanwhile, step n - 1 is processed, and then step n + 1 is
+    scheduled.
     """
     times = StepTimes()
     times.scheduled(-T1, 0.0, is_steady=False)

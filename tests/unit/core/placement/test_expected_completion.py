@@ -84,7 +84,7 @@ def test_the_busier_the_instances_are_the_more_compute_counts_beside_the_wait() 
 @pytest.mark.req("S108")
 def test_agents_one_after_the_other_with_one_system_prompt_use_all_instances() -> None:
     """No instance is busy at any pick, so only the balance of past work can spread the sessions.
-    Each session stays where its earlier turns were.
+    Few turns leave the instance of the session's earlier turns.
     """
     placement = taught(replace(SELFISH, balance=3.0))
     held: dict[str, set[bytes]] = {"prefill-0": set(), "prefill-1": set()}

@@ -67,7 +67,7 @@ def test_instances_with_the_fewest_open_legs_come_first(
 
 
 def test_gateways_without_a_master_begin_with_different_instances() -> None:
-    """Each gateway has its own fixed order. So among two hundred gateways, each instance is the
+    """Each gateway has its own fixed order. So among two hundred gateways, each prefill is the
     first for some.
     """
     firsts = Counter[str]()

@@ -1,6 +1,6 @@
 """Placement filters instances, scores them and picks some.
 
-A booking is planned work, which placement counts until a load report comes.
+A booking is planned work that placement counts until load reports include it.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ def test_a_prefill_ejected_by_every_decode_is_no_candidate_and_an_avoided_one_is
 
 @pytest.mark.fault("F23", "F24", "F34")
 def test_if_no_pair_can_exchange_kv_each_request_stays_on_one_instance() -> None:
-    """If the link of a pair is slow or cut, each of its instances does both phases. A prefill whose
-    KV was corrupt at all decodes gets no work.
+    """If the links of all pairs are slow or cut, each instance does both phases. A prefill whose KV
+    was corrupt at all decodes gets no work.
     """
     avoided = held(SourceFault.UNREACHABLE, "prefill-0", "prefill-1")
     plan = planned(excluding(decode_0=avoided, decode_1=avoided), QUERY)

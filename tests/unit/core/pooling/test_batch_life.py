@@ -231,7 +231,7 @@ MANY = tuple(PeerId(f"m{number:02}", 1) for number in range(20))
 
 
 def refuse_round(batch: Batch) -> list[PeerId]:
-    """Refuse all instances of a round. Returns these instances."""
+    """Let all candidates of the last ranking reject the batch. Returns these candidates."""
     before = len(batch.asked)
     while not batch.life.is_over and not isinstance(batch.effects[-1], WaitForPlace):
         batch.tell(BatchRejected(batch.key))

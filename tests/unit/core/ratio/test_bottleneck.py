@@ -62,7 +62,7 @@ def test_a_change_shorter_than_the_windows_that_must_agree_says_nothing() -> Non
 @pytest.mark.req("S29")
 @pytest.mark.parametrize("seed", range(20))
 def test_an_hour_of_noise_finds_nothing(seed: int) -> None:
-    """The windows have 10 s. The means of a window vary independently by 7 % (one sigma)."""
+    """Each window lasts 10 s. Its two mean times vary independently by 7 % (one sigma)."""
     rng = random.Random(seed)
     noisy = [
         replace(CALM, t_p_s=0.5 * rng.gauss(1, 0.07), t_d_s=2.0 * rng.gauss(1, 0.07))
@@ -84,7 +84,7 @@ def test_a_window_with_few_requests_neither_confirms_nor_denies() -> None:
 
 
 def test_a_lasting_improvement_becomes_the_reference() -> None:
-    """Queues are short at night. In the morning, answers are slower than at night, but not slower
+    """Answers are faster at night. In the morning they are slower than at night, but not slower
     than the evening before.
     """
     detector = learnt(replace(CALM, t_d_s=4.0))

@@ -1,4 +1,4 @@
-"""The planner finds the cheapest move that helps, and the moves that lead to a wanted split."""
+"""The planner finds the cheapest move that helps, and the moves that lead to a given split."""
 
 from __future__ import annotations
 

@@ -66,8 +66,8 @@ def test_a_request_that_waits_for_a_decode_slows_no_decode() -> None:
 
 @pytest.mark.req("S2")
 def test_refused_requests_count_as_arrivals() -> None:
-    """I_t counts arrivals. Under overload, the instances bound Phi, and not the number of answered
-    requests.
+    """The formula's I_t is the rate of arrivals. Under overload, the instances bound Phi, and not
+    the number of answered requests.
     """
     scenarios = Scenarios()
     scenarios.unanswered("chat", now=0.0)

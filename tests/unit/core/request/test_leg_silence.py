@@ -74,8 +74,8 @@ def test_an_engine_that_stands_still_is_left_after_the_stall_whatever_the_target
 
 
 def test_a_leg_that_its_engine_has_passed_over_is_left() -> None:
-    """The engine works, but has forgotten this leg. It has computed twice the tokens that all open
-    legs need, and none of this leg.
+    """The engine works, but has forgotten this leg. It has computed more than twice the tokens that
+    all open legs need, and none of this leg.
     """
     driven = accepted(stall_s=5.0)
     num_open = 1000

@@ -46,7 +46,7 @@ def test_a_longer_queue_yields_the_batch_with_the_least_padding() -> None:
 
 @pytest.mark.req("S90")
 def test_more_than_half_of_the_waste_of_a_mixed_queue_is_saved() -> None:
-    """Half of the queue is chats, and half is documents. Taken in order, every batch would hold
+    """Half of the queue is chats, and half is documents. Taken in order, most batches would hold
     both.
     """
     rng = random.Random(1)

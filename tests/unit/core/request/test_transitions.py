@@ -52,7 +52,7 @@ DECODES = [Candidate(f"d{i}", 1, "g") for i in range(2)]
 LOST = InstanceLost("scripted")
 FUSION = Candidate("f0", 1, "g", is_local=True)
 IDS = [c.instance_id for c in (*PREFILLS, *DECODES, FUSION)]
-# The share of usual events. It is larger in phases where few other events are possible.
+# The share of usual events among all events, by phase. In other phases it is one half.
 USUAL = {
     RequestPhase.PLANNING: 0.9,
     RequestPhase.PREFILL_OFFERED: 0.75,

@@ -15,8 +15,8 @@ LAW = Law("l", step_fixed_s=0.01, step_sequence_s=1e-4, step_context_s=1e-7)
 
 
 def test_steps_of_one_length_are_a_queue_of_endless_servers() -> None:
-    """With endless servers (Erlang), the number is Poisson. Its mean is the number of arrivals
-    during one life.
+    """With infinitely many servers (Erlang), the number of running sequences is Poisson. Its mean
+    is the number of arrivals during one sequence's life.
     """
     found = running(2.0, 100.0, [0.01] * 101, 1, 100)
     assert found.mean == pytest.approx(2.0, rel=1e-3)

@@ -1,4 +1,4 @@
-"""A model's files tell its tokens, its end token, and the number of its logits."""
+"""A model's tokens, end token and number of logits are read from its files."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def test_prompts_equal_those_over_http() -> None:
 
 
 def test_a_chat_equals_that_over_http() -> None:
-    """The prompt shows the schema, so the order of its keys and the form of 1.0 must stay."""
+    """The prompt shows the schema, so its keys must stay in order, and 1.0 must not become 1."""
     request = pb.ChatRequest(
         messages=[
             pb.ChatMessage(

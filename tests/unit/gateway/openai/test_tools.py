@@ -1,5 +1,6 @@
-"""Tools that a model could not be offered are refused by their field. All others reach the chat
-template.
+"""Tools that cannot be offered to a model are refused, and the error names the field.
+
+All others reach the chat template.
 """
 
 from __future__ import annotations

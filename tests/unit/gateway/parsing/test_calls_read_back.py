@@ -31,7 +31,7 @@ _DSML: Final = "\uff5cDSML\uff5c"
 
 @dataclass(frozen=True)
 class Family:
-    """`marks` end a value, a call, or all calls. `tokens` are the marks that are single tokens."""
+    """`marks` end a value, a call, or all calls. `tokens` are texts that are single tokens."""
 
     parser: str
     marks: tuple[str, ...]
@@ -65,7 +65,7 @@ FAMILIES: Final = {
         "glm45", ("</arg_value>", "</tool_call>"), ("<tool_call>", "</tool_call>", *_GLM)
     ),
 }
-# Each is the parameter of one tool, either required or not.
+# `tools` draws the parameters of each tool from these. A parameter may be required or not.
 PARAMETERS: Final[dict[str, Any]] = {
     "text": {"type": "string"},
     "short": {"type": "string", "minLength": 1, "maxLength": 4},

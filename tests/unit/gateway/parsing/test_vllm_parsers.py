@@ -27,7 +27,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # importing vLLM raises warni
 
 @dataclass(frozen=True)
 class Family:
-    """An answer of a model family, with the special tokens and the whole tokens of the family."""
+    """An answer of a model family.
+
+    `special` and `plain` are texts that are single tokens: special tokens and ordinary tokens.
+    """
 
     tool: str
     reasoning: str

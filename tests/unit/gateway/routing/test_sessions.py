@@ -70,8 +70,9 @@ class Owner:
 
 
 class Offers:
-    """An open session to an instance with four slots. `freed` has the numbers that waiters were
-    told.
+    """An open session to an instance with four slots.
+
+    `freed` has the numbers of free slots that the session reported to waiting prompts.
     """
 
     def __init__(self) -> None:

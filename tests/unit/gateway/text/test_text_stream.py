@@ -71,8 +71,8 @@ def test_a_stream_adds_what_the_answer_adds_to_the_text_of_the_prompt(name: str)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_stream_gives_the_text_of_plain_vllm(name: str) -> None:
-    """The reference is the library's stream class that vLLM uses, started with the prompt's
-    tokens.
+    """The reference is `DecodeStream` of the tokenizers library, which vLLM uses. It starts with
+    the prompt's tokens.
     """
     tokenizer = TOKENIZERS[name]
 

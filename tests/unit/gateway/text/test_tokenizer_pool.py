@@ -370,7 +370,9 @@ def resident_bytes() -> int:
 async def test_a_hundred_models_take_only_the_memory_of_those_that_fit(
     tmp_path: Path, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten models fit. A hundred models, each requested twice, take about as much memory as ten."""
+    """Ten models fit. A hundred models, each requested twice, take less than three times the memory
+    of ten.
+    """
     monkeypatch.setattr("pdmesh.services.gateway.text.tokenizer_pool._REST_RATIO", 0.0)
     texts = [library.add(write_large_model(tmp_path / str(i), i)) for i in range(100)]
     files = read_text_files(tmp_path / "0")

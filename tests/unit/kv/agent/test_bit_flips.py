@@ -25,7 +25,7 @@ from tests.fakes.kv.pair import (
 
 LAYOUT = KvLayout(num_layers=1, num_blocks=1, block_bytes=64)
 SIZE = LAYOUT.total_bytes
-# The two names differ in one bit, and so do the ids of their pulls.
+# The two names differ in one bit.
 DATA = {name: pattern(SIZE, seed) for seed, name in enumerate(("t", "u"))}
 
 

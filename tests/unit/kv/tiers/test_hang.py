@@ -114,7 +114,7 @@ async def test_a_lookup_that_hangs_delays_no_request_and_turns_the_tier_off(tmp_
 @pytest.mark.fault("F33")
 async def test_loads_that_hang_are_bounded_by_the_threads_they_hold(tmp_path: Path) -> None:
     async with hanging(tmp_path) as (r, store, answers):
-        store.contains = r.store.contains  # type: ignore[method-assign]  # of what is cached, lookups answer
+        store.contains = r.store.contains  # type: ignore[method-assign]  # lookups do not hang
         (await asyncio.wait_for(r.stack.fetch(CHAIN, OWNER, 0, 0.2), PATIENCE_S)).close()
         await until(lambda: store.num_calls == 4)  # one call in each thread
         assert r.stack.num_loading == 6

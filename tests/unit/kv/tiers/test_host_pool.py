@@ -73,8 +73,8 @@ def read_some(pool: HostPool, wrong: list[str], seed: int) -> None:
 
 @pytest.mark.req("S78")
 def test_readers_and_writers_of_several_threads_never_see_a_changed_block() -> None:
-    """Sixteen blocks share four slots, so every put evicts one. A pinned block must keep its bytes
-    while others are replaced.
+    """Sixteen blocks share four slots, so blocks are evicted all the time. A block that a reader
+    has pinned must keep its bytes.
     """
     pool, wrong, is_over = HostPool(4 * SLOT_BYTES, BLOCK_BYTES), list[str](), threading.Event()
     writers = [threading.Thread(target=put_some, args=(pool, is_over, n)) for n in range(2)]

@@ -59,7 +59,7 @@ async def written(r: Rig, names: list[bytes]) -> None:
 
 
 def check(lease: BlockLease, names: list[bytes], tiers: list[Tier]) -> None:
-    """Check that the lease has these blocks from these tiers, with the right bytes."""
+    """Check that `lease` has these blocks from these tiers, with the right bytes."""
     assert lease.tiers == tiers
     used = lease.use(lease.first, len(names))
     assert [block.name for block in used] == names
@@ -81,7 +81,7 @@ async def test_the_host_pool_serves_what_it_holds(tmp_path: Path) -> None:
 @pytest.mark.req("S77")
 async def test_a_lease_covers_what_the_engine_may_have_evicted_meanwhile(tmp_path: Path) -> None:
     """The engine has reported that it holds three blocks, but may have evicted them since. If the
-    pool has them, the lease pins these blocks as well, at no cost.
+    pool has them, the `BlockLease` contains these blocks as well, at no cost.
     """
     async with running(tmp_path) as r:
         await written(r, CHAIN)

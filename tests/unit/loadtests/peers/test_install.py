@@ -16,7 +16,7 @@ PINNED = Packages(("peer==1.0",), ("needed",))
 
 
 class Pip:
-    """Records the commands instead of running them. The command that contains `fails` fails."""
+    """Records the commands instead of running them. Pip fails if `fails` is an argument."""
 
     def __init__(self, fails: str = "") -> None:
         self.fails, self.commands = fails, list[Sequence[str]]()

@@ -1,7 +1,7 @@
 """The report that compares the mesh with peer systems.
 
-Ratios are taken within a round, and medians decide about bars. Without a peer's measurements, the
-report claims nothing.
+Ratios are taken within a round, and their medians are compared with the required values. Without a
+peer's measurements, the report claims nothing.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from loadtests.speculation.batches import COPIES, DRAWS, Turn, prompts, rows, ta
 
 
 def turns(slowdown: float) -> list[Turn]:
-    """Copies are drawn in half the time. Draws in batches of 32 take `slowdown` times as long."""
+    """Proposals halve the time of copies. Draws in batches of 32 take `slowdown` times as long."""
     made = []
     for kind in (COPIES, DRAWS):
         for batch in (1, 32):

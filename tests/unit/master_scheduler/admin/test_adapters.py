@@ -1,5 +1,6 @@
-"""The loop that looks after adapters survives its own bugs, because the same master plans
-requests.
+"""The loop that restores lost adapters survives its own bugs.
+
+If the loop ended, the master would no longer plan requests.
 """
 
 from __future__ import annotations

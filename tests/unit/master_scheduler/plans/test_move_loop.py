@@ -86,7 +86,7 @@ class Site:
         )  # fmt: skip
 
     def elect(self) -> None:
-        """Let another master lead. It knows only what the registry has."""
+        """Let another master lead. It knows only what is stored."""
         self.world.elect()
         self.loop = self.new_loop()
 
@@ -359,7 +359,7 @@ async def test_a_move_that_could_not_be_written_is_tried_again() -> None:
 async def test_groups_are_added_and_removed_by_the_clock_within_a_second_and_one_at_a_time() -> (
     None
 ):
-    """In the evening the groups are removed, and a group of another scenario takes the instances.
+    """In the evening two groups are removed, and a group of another scenario takes the instances.
 
     At eight o'clock they are added again, and not earlier.
     """

@@ -1,4 +1,4 @@
-"""A reader asks for the entries that were not renewed for the length of a lease."""
+"""A reader asks the server for each entry that was not renewed for the length of a lease."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ layouts = st.builds(
 
 @st.composite
 def windowed(draw: st.DrawFn) -> KvLayout:
-    """A layout in which each layer has another first block. A layer may have no block left."""
+    """A layout in which each layer has its own first block. Some layers may have no block."""
     layout = draw(layouts)
     first = st.integers(0, layout.num_blocks)
     return replace(layout, first_blocks=tuple(draw(first) for _ in range(layout.num_layers)))

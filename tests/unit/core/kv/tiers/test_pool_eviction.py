@@ -24,10 +24,10 @@ def used(book: PoolBook, name: bytes) -> None:
 
 @pytest.mark.req("S78", "S96")
 def test_the_order_of_eviction() -> None:
-    """Free slots are used first. Then blocks leave that were never asked for again, oldest first,
-    and then the others.
+    """Free slots are filled first. Then blocks leave that were not used after they were stored,
+    oldest first, and then the others.
 
-    Pinned and kept blocks never leave.
+    Here, pinned and kept blocks do not leave.
     """
     book = PoolBook(6, keep_after=3)
     a, b, c, d, e, f = stored(book, *range(6))
@@ -51,7 +51,7 @@ def test_the_order_of_eviction() -> None:
 
 @pytest.mark.req("S96")
 def test_a_system_prompt_stays_however_many_other_prompts_come() -> None:
-    """Each of the other prompts is asked for again, too. With plain LRU, they would push the system
+    """Each of the other prompts is used again once. With plain LRU, they would push the system
     prompt out.
     """
     book = PoolBook(16, keep_after=4)

@@ -13,7 +13,7 @@ COST = Cost(latency_s=0.1, block_s=0.01)
 @pytest.mark.parametrize(
     ("timeout_s", "num_slots", "num_loading", "most"),
     [
-        (2.2, 10_000, 0, 100),  # half of the time less the latency, at 0.01 s a block
+        (2.2, 10_000, 0, 100),  # half of the timeout minus the latency is 1 s
         (0.1, 10_000, 0, 0),  # not even the first block arrives in time
         (1000.0, 80, 0, 10),  # an eighth of the pool's slots
         (1000.0, 80, 4, 6),

@@ -1,4 +1,4 @@
-"""A pull is divided into parts of bounded size, which hold all wanted bytes in order."""
+"""A pull is divided into parts of bounded size, which hold all requested bytes in order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ layouts = st.builds(
 
 @st.composite
 def pulls(draw: st.DrawFn) -> tuple[KvLayout, int, tuple[int, int] | None, int]:
-    """A layout, its first wanted block, the wanted heads, and the size of a part."""
+    """A layout, the first block and the heads to pull, and the size of a part."""
     num_heads = draw(st.integers(1, 4))
     layout = KvLayout(
         draw(st.integers(0, 6)), draw(st.integers(0, 9)), 8 * num_heads, num_heads=num_heads

@@ -22,7 +22,7 @@ BATCH = 2
 
 
 class NeverMade:
-    """Stands in for an image processor that never ends."""
+    """Stands in for an image processor that never finishes an image."""
 
     def __init__(self) -> None:
         self.num_begun = 0

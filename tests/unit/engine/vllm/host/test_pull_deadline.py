@@ -36,8 +36,8 @@ WAITS, ARRIVED, SILENT = 1, 2, 3
 async def test_a_deadline_covers_the_pull_but_no_wait_for_its_turn_or_for_a_slot(
     tmp_path: Path,
 ) -> None:
-    """Three loads begin before a step that takes longer than a pull. One waits for its turn, one
-    waits for a slot, and one reports nothing.
+    """Three loads begin before a step that takes longer than a pull. One waits for its turn. One
+    has its KV and waits for a slot. One has begun its pull and reports nothing more.
     """
     config = VllmConfig(instance_id="decode-0", incarnation=1, model="m", model_dir=tmp_path)
     engine = VllmEngine(config)

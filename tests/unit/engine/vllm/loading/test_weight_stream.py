@@ -1,7 +1,7 @@
 """A stream of weights for one rank.
 
-The weights equal the library's, the reads are sequential, and memory is allocated once. An error
-names its file.
+The weights equal those that the safetensors library reads. The reads are sequential, and memory is
+allocated once. An error names its file.
 """
 
 from __future__ import annotations

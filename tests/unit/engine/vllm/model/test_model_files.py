@@ -45,7 +45,7 @@ def cache_dir(tmp_path: Path) -> Path:
 
 
 def later() -> float:
-    """A time at which the files that a test has written count as unchanged for long enough."""
+    """A time at which a test's files have been unchanged for longer than `SETTLED_S`."""
     return time.time() + 2 * SETTLED_S
 
 

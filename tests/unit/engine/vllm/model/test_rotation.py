@@ -66,7 +66,7 @@ def test_kv_of_the_kernel_and_of_pytorch_have_other_fingerprints_where_they_diff
 
 @pytest.mark.vllm
 def test_vllm_s_kernel_for_cpus_still_turns_heads_apart_wrongly() -> None:
-    """If this test fails, vLLM has mended its kernel, and the module can be removed."""
+    """If this test fails, vLLM has mended its kernel, and `rotation.py` can be removed."""
     torch = pytest.importorskip("torch")
     ops = pytest.importorskip("vllm._custom_ops")
     num_tokens, heads, size = 8, 4, 32
