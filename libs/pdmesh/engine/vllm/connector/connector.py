@@ -155,7 +155,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        self._lost.discard(request.request_id)  # vLLM asks again if there was no room
+        self._lost.discard(request.request_id)  # vLLM calls this again if it found no room
         external = self.planner.num_external_tokens(request.request_id, num_computed_tokens)
         if external == 0 and (missing := num_without_image(request, num_computed_tokens)):
             self._lost.add(request.request_id)
