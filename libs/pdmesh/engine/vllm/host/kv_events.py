@@ -64,11 +64,11 @@ def decode_batch(payload: bytes) -> list[CacheEvent]:
 class BlockNames:
     """Maps vLLM's block hashes to the mesh's names.
 
-    `capacity` limits how many names are remembered. The least recent name is forgotten first. A
-    cache group is a set of layers that need the same share of a text: all of it, or a window. vLLM
-    reports a block once for each cache group, and only the reports about `group` are used. `group`
-    should have no window, because such a group keeps a prefix longest. vLLM itself checks that the
-    other groups hold the prefix, too.
+    `capacity` limits how many names are remembered. The name of the block that was reported longest
+    ago is forgotten first. A cache group is a set of layers that need the same share of a text: all
+    of it, or a window. vLLM reports a block once for each cache group, and only the reports about
+    `group` are used. `group` should have no window, because such a group keeps a prefix longest.
+    vLLM itself checks that the other groups hold the prefix, too.
     """
 
     capacity: int
