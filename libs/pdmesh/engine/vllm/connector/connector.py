@@ -122,10 +122,10 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False, because the step that computes KV also gathers it for the decode.
+        """False: vLLM need not repeat a request that it preempts after the prompt's last step.
 
-        A request that vLLM preempts after that step may still finish with the token that the step
-        drew.
+        That step has gathered the KV for the decode, and the request may finish with the token that
+        the step drew.
         """
         return False
 

@@ -26,7 +26,7 @@ class KvFacts:
     dtype: str
     scales: str
     num_heads: int  # KV heads of the model; 1 for latent attention, where each rank has all KV
-    computed: str  # digest of the settings that change the numbers
+    computed: str  # digest of the settings that change the KV
     backends: str  # names of the attention kernels, which may decide the layout within a block
 
 

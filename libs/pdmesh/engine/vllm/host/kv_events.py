@@ -174,7 +174,8 @@ def images_in(
     """The images that begin in the blocks of an event: (place among the event's tokens, digest).
 
     Each block that an image covers lists the image as a pair: the image's name, and its place
-    relative to the block. The name ends with the digest, and may begin with a LoRA adapter's name.
+    relative to the block. The name ends with the KV's owner and the digest, and may begin with a
+    LoRA adapter's name.
     """
     found: list[tuple[int, bytes]] = []
     for block, keys in enumerate(extra_keys):

@@ -146,7 +146,7 @@ class IncomingKv:
         """Returns the requests whose loads completed, and those whose loads failed, by vLLM's ids.
 
         Each load is reported once. After a step that computed nothing, the call waits a moment for
-        a load under way to end.
+        news of a load under way.
         """
         with self._lock:
             self._tell(Tick())
