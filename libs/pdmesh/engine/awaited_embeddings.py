@@ -3,7 +3,8 @@
 An encoder is an instance that makes the embeddings of images. One deadline bounds both the
 encoder's work and the fetch. After the deadline the prefill's engine encodes the images itself. So
 an encoder that dies or hangs delays a request by about `ENCODE_WAIT_S` at most (S130). After
-repeated failures, nothing is fetched from an encoder for a while (`AvoidedEncoders`).
+several failed fetches in a row, no prompt fetches from that encoder for a while
+(`AvoidedEncoders`).
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class _Wait:
 class AwaitedEmbeddings:
     """The waits of an engine's prefills, one per leg (a request's stay on this instance).
 
-    `expect` begins a wait. `tell` passes on the encoder's answer, at any time. `gather` or `forget`
-    ends the wait.
+    `expect` begins a wait. `tell` passes on the encoder's answer, before or during `gather`.
+    `gather` or `forget` ends the wait.
     """
 
     def __init__(self, patience_s: float = ENCODE_WAIT_S) -> None:
@@ -85,7 +86,10 @@ class AwaitedEmbeddings:
         self._waits.pop(leg, None)
 
     async def gather(self, leg: int, num_images: int, fetch: FetchEmbeddings) -> int:
-        """Wait and fetch. Returns the number of leading images that need not be encoded here."""
+        """Wait for the encoder, then fetch.
+
+        Returns the number of leading images that have embeddings.
+        """
         wait = self._waits[leg]
         try:
             left_s = max(0.0, wait.until - time.monotonic())

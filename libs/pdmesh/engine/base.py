@@ -1,16 +1,17 @@
 """The interface of an engine: it takes jobs, and yields outputs in batches, one per step.
 
-An engine never queues jobs. The instance's admission reserves a slot and memory before a job
-arrives, so a job starts at the engine's next step. A job has the number of its leg, which is the
-request's stay on this instance. A prefill *stages* KV: it copies the KV to a reserved range of
-memory, from which a decode pulls it. A *ticket* is the right to pull one prompt's staged KV. The
-range of memory into which the decode pulls is its *landing*.
+No job waits for a slot or for memory, because the instance's admission reserves both before the job
+arrives. A job has the number of its leg, which is the request's stay on this instance. A prefill
+*stages* KV: it copies the KV to a reserved range of memory, from which a decode pulls it. A
+*ticket* is the right to pull one prompt's staged KV. The range of memory into which the decode
+pulls is its *landing*.
 
 For every job the engine emits exactly one terminal output: `Finished`, `Failed`, `Pooled`,
 `Encoded`, or a `Prefilled` with a ticket or a finish reason. An aborted job has no terminal output.
-After `abort` returns, the engine emits only `TicketClosed` or `LandingFreed` for the job. They free
-the job's memory. Outputs from before the abort may still be read. After `Failed`, or `Prefilled`
-without a ticket, no `TicketClosed` follows, unless `TicketOpened` came before.
+After `abort` returns, the engine emits only `TicketClosed` or `LandingFreed` for the job. They
+report that the job's memory is free. The reader may still receive outputs from before the abort.
+After `Failed`, or `Prefilled` without a ticket, `TicketClosed` follows only if the KV was to be
+handed on per layer.
 """
 
 from __future__ import annotations
@@ -49,10 +50,11 @@ class Sampling:
     """How tokens are drawn. With `temperature` 0, sampling is greedy.
 
     An earlier job, on any engine, may have drawn the beginning of the answer. These tokens are the
-    last `num_drawn` tokens of the prompt, but they count as output: `shaping` and `constraint`
-    apply to the whole answer, and a seeded draw depends on the seed and the token's position in the
-    answer. `stop_token_ids` include the model's EOS tokens, unless the request ignores EOS.
-    `ignore_eos` is for engines that also stop at an EOS token that is not in `stop_token_ids`.
+    last `num_drawn` tokens of the prompt (in a `DecodeJob`, of the prompt and token 1), but they
+    count as output: `shaping` and `constraint` apply to the whole answer, and a seeded draw depends
+    on the seed and the token's position in the answer. `stop_token_ids` include the model's EOS
+    tokens, unless the request ignores EOS. `ignore_eos` is for engines that also stop at an EOS
+    token that is not in `stop_token_ids`.
     """
 
     max_tokens: int
@@ -100,8 +102,8 @@ class PrefillJob:
     the whole prompt before it emits `Prefilled`.
 
     `staging` is None for a job that continues here (fusion): after token 1, the engine decodes and
-    emits `Tokens`. A job that ends with token 1 (max_tokens 1, or a stop token) stages no KV for a
-    decode.
+    emits `Tokens`. If the answer ends with token 1, no decode pulls the KV, and `Prefilled` has no
+    ticket.
     """
 
     leg: int
@@ -198,7 +200,7 @@ class KvPulling:
 class KvArrived:
     """The pull succeeded, and the job waits for room in a step.
 
-    This output is left out if `KvReceived` follows at once.
+    This output may be left out if `KvReceived` follows at once.
     """
 
     leg: int
@@ -249,11 +251,12 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The job failed and holds no slot or memory any more.
+    """The job failed.
 
-    `reason` is a reason of errors.py. If `is_retryable`, the request may be retried on another
-    instance. `cause` is the KV agent's reason for a failed KV transfer
-    (`core.kv.transfer.ticket.PullFailure`).
+    The landing of a decode, and the staging range of a per-layer prefill, may be in use until
+    `LandingFreed` or `TicketClosed`. `reason` is a reason of errors.py. If `is_retryable`, the
+    request may be retried on another instance. `cause` is the KV agent's reason for a failed KV
+    transfer (`core.kv.transfer.ticket.PullFailure`).
     """
 
     leg: int
@@ -280,8 +283,8 @@ class TicketClosed:
     The engine emits this exactly once for each job that has a `staging` range, unless the job ended
     by `Failed` or with token 1. For an aborted job it is the only output after `abort`.
 
-    A ticket that `TicketOpened` announced is always closed, even if the job fails. If a decode has
-    pulled all KV, such a ticket may be closed before the job ends.
+    For KV that is handed on per layer, the engine emits this however the job ends. If a decode has
+    pulled all KV, the engine may emit this before the job ends.
     """
 
     ticket_id: str
@@ -383,7 +386,7 @@ class AdaptersChanged:
 
     loaded: tuple[str, ...]  # the digests of all adapters that are loaded now
     event: str  # loaded, unloaded, failed
-    seconds: float = 0.0  # how long loading took
+    seconds: float = 0.0  # for `loaded`: how long copying and loading took
 
 
 Output = (
@@ -427,7 +430,7 @@ class EngineInfo:
     max_adapters: int = 0  # most LoRA adapters loaded at once; 0: the engine takes no adapters
     pooling: PoolingFacts | None = None  # of a pooling engine
     images: ImageFacts | None = None  # None: the model takes no images
-    kv_path: str = ""  # in which memory KV waits and lands, and why; empty: no KV is handed on
+    kv_path: str = ""  # of vLLM: where KV is staged and lands, and why; empty: no KV is handed on
     fetches_embeddings: bool = False  # the engine takes jobs whose images an encoder encodes
     # Each layer's attention window, in tokens. 0: the layer needs all tokens; (): all layers do.
     windows: tuple[int, ...] = ()
@@ -575,7 +578,7 @@ class Engine(Protocol):
         ...
 
     def keep_adapters(self, digests: Collection[str]) -> None:
-        """Unload all adapters except these registered ones, each as soon as no job uses it."""
+        """Unload all adapters but those with these digests, each as soon as no job uses it."""
         ...
 
     def outputs(self) -> AsyncIterator[list[Output]]:

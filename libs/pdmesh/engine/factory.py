@@ -68,12 +68,12 @@ class EngineSettings:
     sends_kv: bool
     receives_kv: bool
     kv_host: str = "127.0.0.1"  # a loopback address keeps KV on this machine
-    kv_memory: KvMemory = KvMemory.AUTO  # vLLM on a GPU
+    kv_memory: KvMemory = KvMemory.AUTO  # on a GPU (vLLM); elsewhere, DEVICE is refused
     requires_rdma: bool = False
     group_id: str = ""  # KV is handed over only within the group
-    dtype: str = ""
+    dtype: str = ""  # vLLM
     kv_cache_dtype: str = "auto"  # vLLM
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int = 1  # vLLM
     pipeline_parallel_size: int = 1  # vLLM
     domain: DomainRank | None = None  # vLLM: the instance's rank in a data-parallel domain
     kv_cache_bytes: int = 0  # vLLM
@@ -213,7 +213,7 @@ def sim_images(num_tokens: int) -> ImageFacts | None:
 def build_sim_encoder(
     settings: EngineSettings, make_transport: Callable[[], KvTransport]
 ) -> BuiltEngine:
-    """Raises EngineMisconfigured for a model that takes no images."""
+    """Raises EngineMisconfigured for a model that takes no images, or for an unknown law."""
     images = sim_images(settings.sim_image_tokens)
     if images is None:
         raise EngineMisconfigured("the sim model takes no images: set SIM_IMAGE_TOKENS")

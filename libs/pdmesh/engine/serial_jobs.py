@@ -29,10 +29,11 @@ J = TypeVar("J", bound=HasLeg)
 
 
 class SerialJobs(NoKv, ABC, Generic[J]):
-    """An engine's jobs and their outputs. The engine answers pings between the parts of a job.
+    """An engine's jobs and their outputs.
 
-    Subclasses define `_compute`, which computes one job: it calls `_wait_out` for the time that the
-    job takes, checks `_is_wanted` afterwards, and ends the job with `_end`.
+    The engine answers pings between two jobs, and when `_compute` calls `_is_wanted`. Subclasses
+    define `_compute`, which computes one job: it calls `_wait_out` for the time that the job takes,
+    checks `_is_wanted` afterwards, and ends the job with `_end`.
     """
 
     def __init__(self) -> None:

@@ -52,7 +52,7 @@ class AdapterLoader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AdapterLimits:
-    """`base` is the shapes of the model's weights, or None if they are not known."""
+    """`base` has the shapes of the model's weights. None if they are not known."""
 
     num_slots: int
     max_rank: int

@@ -36,7 +36,8 @@ class AskedGrammar:
     """The form of an answer that a client asks for.
 
     `text` is a JSON schema, a regular expression, a grammar in GBNF or Lark, a JSON list of
-    choices, or a structural tag in JSON. `field` is the request's field, which errors name.
+    choices, a structural tag in JSON, or the form of tool calls in JSON. `field` is the field of
+    the request that asks for the grammar. Errors name this field.
     """
 
     kind: GrammarKind

@@ -116,10 +116,7 @@ def _checked(compiler: GrammarCompiler, tokens: dict[str, int], asked: AskedGram
 
 
 def _bound_cpu() -> None:
-    """Let the kernel kill this process if it uses too much CPU time.
-
-    Most grammars take milliseconds.
-    """
+    """Let the kernel kill this process if the check that begins uses too much CPU time."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     most = int(used.ru_utime + used.ru_stime) + 1 + MAX_COMPILE_CPU_S
     resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))

@@ -29,7 +29,7 @@ class GrammarRefused(InvalidRequest):
 
 
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary. `load` reads the vocabulary for the first grammar.
+    """Compiles grammars for one vocabulary. `load` reads the vocabulary on its first use.
 
     Threads may share a compiler.
     """
@@ -51,8 +51,8 @@ class GrammarCompiler:
     def matcher(self, grammar: str) -> LLMatcher:
         """Return a matcher that is at the beginning of an answer. Raises GrammarRefused.
 
-        The last `MAX_KEPT` grammars are not compiled again. Copying a matcher costs some
-        microseconds.
+        The `MAX_KEPT` grammars that were used last stay compiled. For these, the call only copies a
+        matcher, which takes some microseconds.
         """
         name = hashlib.blake2b(grammar.encode(errors="replace"), digest_size=16).digest()
         with self._keeping:

@@ -47,7 +47,7 @@ def added_tokens(tokenizer_json: str) -> dict[str, int]:
 
 
 class _Words:
-    """The tokens as bytes. A token is special only if the tokenizer marks it as special.
+    """The tokens as bytes. An added token is special only if the tokenizer marks it so.
 
     llguidance by itself treats every added token in angle brackets as special, for example Qwen's
     `<tool_call>`. Where a grammar has this text, llguidance then allows the token in its mask, but

@@ -88,7 +88,10 @@ class BlockPool:
                 self.removed[name] = None
 
     def store(self, block: int, block_hash: bytes) -> None:
-        """Give a full block its hash. If another block has this hash, do nothing."""
+        """Give a full block its hash.
+
+        Do nothing if it has one already, or another block has this hash.
+        """
         assert self._references[block] > 0
         if block_hash in self._block_of or block in self._hash_of:
             return

@@ -26,7 +26,7 @@ class SimConfig:
     params: SimParams = field(default_factory=SimParams)
     law: Law = DEMO
     num_kv_blocks: int = 4096
-    chunk_tokens: int = CHUNK_TOKENS  # prompt tokens computed per step
+    chunk_tokens: int = CHUNK_TOKENS  # the most prompt tokens computed per step
     ticket_lease_s: float = TICKET_LEASE_S
     tier_timeout_s: float = 0.5  # longest wait of a prompt for its blocks from the tiers
     max_pulls: int = MAX_PULLS  # pulls of KV at the same time

@@ -3,8 +3,8 @@
 It moves real KV bytes over the real transport. The sim model draws the tokens, and a formula gives
 the time of each step. One loop runs steps, as in a continuous-batching engine: ready requests join
 the step, the engine sleeps for the step's time, every running sequence draws a token, and the
-prompts' chunk counts as computed. Pulls run beside the loop, and a pulled sequence joins the next
-step (S52).
+step's chunk of the prompts counts as computed. Pulls run beside the loop, and a pulled sequence
+joins the next step (S52).
 
 A leg is a request's stay on this engine. A ticket is the right to pull a prompt's staged KV. A
 guide is the compiled constraint of an answer.

@@ -1,4 +1,4 @@
-"""Caches the KV of an answer in the simulated engine, for the next turn of the chat.
+"""Caches the KV of an answer in the simulated engine, for the chat's next prompt.
 
 While a sequence draws, the KV of its answer is not written to memory. When the sequence ends, its
 full blocks are written. Their hashes continue the prompt's chain of hashes, so that the next prompt

@@ -35,7 +35,7 @@ class Chunk:
     """The amounts of a step's work that determine the step's time."""
 
     num_tokens: int = 0
-    num_before: int = 0  # a prompt's tokens before the chunk: the mean of the chunk's prompts
+    num_before: int = 0  # tokens of a prompt before the chunk, as a mean over the chunk's prompts
     batch: int = 0  # prompts with tokens in the chunk
     longest: int = 0  # most tokens of one prompt in the chunk
 

@@ -33,7 +33,7 @@ from pdmesh.net.tasks import watched
 
 @dataclass(frozen=True, slots=True)
 class FetchedBlocks:
-    """The source of missing blocks, and the longest wait of a prompt for them."""
+    """Where a prompt's missing blocks come from, and how long the prompt waits for them at most."""
 
     stack: TierStack
     timeout_s: float

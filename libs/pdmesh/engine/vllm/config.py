@@ -78,7 +78,8 @@ class Placed(Protocol):
 class VllmConfig:
     """The engine of one instance. Bytes are per rank.
 
-    Decodes pull KV from the `staging_bytes` of a prefill into their own `landing_bytes`.
+    A prefill stages KV in an arena of `staging_bytes`, and a decode pulls KV into an arena of
+    `landing_bytes`.
     """
 
     instance_id: str
@@ -174,7 +175,8 @@ class VllmConfig:
     def has_worker_process(self) -> bool:
         """Whether each rank computes in its own process, apart from the scheduler's.
 
-        In one process on a CPU, the thread that schedules also computes the steps.
+        On a CPU, asynchronous scheduling needs this: in one process, a single thread schedules and
+        computes.
         """
         return self.num_ranks > 1 or (self.device == "cpu" and self.scheduling.is_async)
 
@@ -191,7 +193,7 @@ def environment(config: Placed, current: Mapping[str, str]) -> dict[str, str]:
     """The environment variables that vLLM needs before its import. Variables already set are kept.
 
     The variables make vLLM offline and silent: no download, no usage report, and no request in a
-    log.
+    log. On a CPU, they also set vLLM's threads.
     """
     values = {
         "HF_HUB_OFFLINE": "1",
@@ -220,8 +222,8 @@ def environment(config: Placed, current: Mapping[str, str]) -> dict[str, str]:
 def threads_per_rank(num_cores: int, num_ranks: int) -> int:
     """How many threads each rank computes with.
 
-    A single rank gets half of the cores, because prefill and decode share them. Several ranks share
-    the cores equally.
+    A single rank gets half of the cores, because a prefill and a decode may share a machine.
+    Several ranks share the cores equally.
     """
     return max(1, num_cores // max(2, num_ranks))
 

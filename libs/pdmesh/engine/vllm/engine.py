@@ -467,13 +467,13 @@ class VllmEngine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no job, no request and no KV for a decode to pull is left."""
+        """Whether there is no job, no request, and no KV that a decode may still pull."""
         if self._jobs is None or self._requests is None:
             return False
         return self._jobs.is_idle and self._requests.is_idle
 
     def check_idle(self) -> None:
-        """Assert that nothing is held. Tests call this when no job is left."""
+        """Assert that the engine holds nothing for any job. Tests call this when no job is left."""
         assert self._jobs is not None
         self._jobs.check_invariants()
         assert self.is_idle
@@ -508,7 +508,8 @@ class VllmEngine:
     def _pull_begun(self, leg: int) -> None:
         """Limit the time of a request's pull.
 
-        Other waits of the request depend only on the engine's own progress.
+        Other waits of the request have no limit here, because they depend only on this engine's
+        progress.
         """
         assert self._jobs is not None
         most_s = self._jobs.pull_deadline_s(leg) + PULL_GRACE_S

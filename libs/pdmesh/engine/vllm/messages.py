@@ -1,10 +1,10 @@
 """The messages between the host and vLLM's worker processes, beside vLLM's own channels.
 
 The host is the part of an instance outside the engine. vLLM starts its workers as children of the
-host's process, and each worker has a KV agent, which stages and pulls KV. Each worker has one
-connection to a unix socket in a private directory. When a connection ends, the worker exits, and
-the host's engine fails. A frame is a little-endian uint32 length and one msgpack array with a tag.
-The docstring of each message begins with the message's sender.
+host's process, and each worker has a KV agent, which stages and pulls KV. Each worker connects to a
+unix socket in a private directory. Image embeddings have a socket of their own. When a connection
+ends, the worker exits, and the host's engine fails. A frame is a little-endian uint32 length and
+one msgpack array with a tag. The docstring of each message begins with the message's sender.
 
 A leg is a request's stay on this instance. A ticket is the right to pull one prompt's KV from the
 staging range, into which a prefill copies it. The landing range is the memory that a decode's pull
@@ -45,7 +45,7 @@ class RankHello(RankMessage):
     num_layers: int
     windows: tuple[int, ...] = ()  # each layer's window in tokens; 0: none; (): no layer has one
     num_groups: int = 1  # cache groups (sets of layers), which share the blocks
-    named_group: int = 0  # the group whose blocks stand for a prefix
+    named_group: int = 0  # the group whose blocks show which prefixes are cached
     kv_path: str = ""  # where the arenas are, and why: "host: the engine computes on a CPU"
 
 
@@ -131,9 +131,10 @@ class Release(RankMessage):
 
 
 class FetchToPool(RankMessage):
-    """Host: lease those blocks of a prompt that the tiers can provide in time.
+    """Host: bring blocks of a prompt from the tiers into the pool.
 
-    Answered by Fetched.
+    Answered by Fetched. Blocks that are there in time stay in the pool until the leg has loaded
+    them (a lease).
     """
 
     leg: int
@@ -155,7 +156,7 @@ class Holders(RankMessage):
 
 
 class ForgetLease(RankMessage):
-    """Host: the leg's lease will not be used. Fetched need not follow."""
+    """Host: the leg will load no blocks from the pool. Fetched need not follow."""
 
     leg: int
 
@@ -181,7 +182,7 @@ class PrefetchToPool(RankMessage):
 class SessionNote(RankMessage):
     """Host: a chat session has paused, goes on or is done, as its client said in a request.
 
-    `TierStack.note_session` takes this message.
+    The worker passes the fields to `TierStack.note_session`.
     """
 
     session: str
@@ -196,7 +197,7 @@ TierOrder = FetchToPool | Holders | ForgetLease | Pin | PrefetchToPool | Session
 
 
 class Fetched(RankMessage):
-    """Worker: blocks `first` to `end - 1` of the prompt are leased."""
+    """Worker: blocks `first` to `end - 1` of the prompt stay in the pool for the leg."""
 
     rank: int
     leg: int
@@ -272,13 +273,14 @@ class Connections(RankMessage):
 
 
 class Working(RankMessage):
-    """Worker: it is computing.
+    """Worker: it computes, or loads an adapter.
 
-    Sent at the beginning of a step and within the step, at most a few times a second.
+    Sent when a step begins, within the step, and while an adapter is loaded, at most a few times a
+    second.
     """
 
     rank: int
-    num_signs: int  # layers and steps begun, since the start
+    num_signs: int  # steps, layers, and layers of loaded adapters, since the start
     num_tokens: int  # tokens of the steps begun, since the start
 
 

@@ -2,8 +2,8 @@
 
 A guide follows the answer and decides which tokens the constraint allows next. The sim model has no
 logits, so it draws one of these tokens. Preferences among these tokens make sure that strings,
-lists and the answer end. A draw depends only on the digest of the KV, the draw key and the state of
-the constraint.
+lists and the answer end. A draw depends only on the digest of the KV, the draw key, the request's
+limits on tokens and the state of the constraint.
 """
 
 from __future__ import annotations

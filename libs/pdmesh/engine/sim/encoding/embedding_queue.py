@@ -70,7 +70,7 @@ class EmbeddingQueue:
         self._awaited.expect(leg)
 
     def begin(self, job: PrefillJob) -> None:
-        """Fetch the embeddings for a job that has everything else that it needs."""
+        """Fetch the embeddings for a job whose adapter and guide are ready."""
         task = watched(self._wait(job), f"sim-embeddings-{job.leg}", self._die)
         self._jobs[job.leg] = job, task
 

@@ -14,7 +14,7 @@ from pdmesh.errors import EngineMisconfigured
 
 
 def check_pipeline(config: VllmConfig) -> None:
-    """Raises EngineMisconfigured, which names the setting.
+    """Raises EngineMisconfigured for speculation, and for a model that reads images.
 
     With speculation, an engine proposes tokens and checks them in one step. In a pipeline, vLLM
     0.32 plans further steps before it knows which of these tokens were right

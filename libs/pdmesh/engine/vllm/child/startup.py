@@ -158,7 +158,8 @@ def missing_library(error: ImportError) -> str:
 def _cause(error: BaseException) -> str:
     """The cause in one line.
 
-    The first line of a pydantic error has only the number of problems, so all are listed here.
+    The first line of a pydantic error has only the number of problems, so all problems are listed
+    here.
     """
     if isinstance(error, ValidationError):
         found = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())

@@ -30,7 +30,7 @@ _REMEDY = "engine_args.disable_hybrid_kv_cache_manager may make its layers alike
 def groups_of(config: KVCacheConfig, block_size: int) -> CacheGroups:
     """The model's cache groups, whose blocks must all have `block_size` tokens.
 
-    Raises CannotMoveKv if the mesh cannot move a group's KV. The message names the kind of cache.
+    Raises CannotMoveKv if a group has blocks of another size, or KV that the mesh cannot move.
     """
     windows: list[int] = []
     for group in config.kv_cache_groups:

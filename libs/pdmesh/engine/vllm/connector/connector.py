@@ -122,10 +122,10 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False, because the step that computes KV also gathers it for the decode.
+        """False: vLLM need not repeat a request that it preempts after the prompt's last step.
 
-        A request that vLLM preempts after that step may still finish with the token that the step
-        drew.
+        That step has gathered the KV for the decode, and the request may finish with the token that
+        the step drew.
         """
         return False
 
@@ -155,7 +155,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        self._lost.discard(request.request_id)  # vLLM asks again if there was no room
+        self._lost.discard(request.request_id)  # vLLM calls this again if it found no room
         external = self.planner.num_external_tokens(request.request_id, num_computed_tokens)
         if external == 0 and (missing := num_without_image(request, num_computed_tokens)):
             self._lost.add(request.request_id)

@@ -25,8 +25,8 @@ _BY_LENGTH: Final = ("llama4",)  # models whose attention depends on `max_model_
 class KvFacts:
     dtype: str
     scales: str
-    num_heads: int  # KV heads of the model; 1 for latent attention, whose KV each rank has whole
-    computed: str  # digest of the settings that change the numbers
+    num_heads: int  # KV heads of the model; 1 for latent attention, where each rank has all KV
+    computed: str  # digest of the settings that change the KV
     backends: str  # names of the attention kernels, which may decide the layout within a block
 
 

@@ -17,7 +17,7 @@ _FILE: Final = "refusal"
 
 
 class CannotMoveKv(ValueError):
-    """The mesh cannot move KV caches of this kind. The message names the kind in one line."""
+    """The mesh cannot move this engine's KV. The message says why, in one line."""
 
     reason = "MODEL_UNSUPPORTED"
     page = "docs/cache-kinds.md"

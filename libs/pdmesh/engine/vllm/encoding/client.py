@@ -82,7 +82,7 @@ class EmbeddingClient:
         """Let all ranks fetch. Returns for how many leading images all ranks have embeddings.
 
         `images` has each image's length in tokens, by name. Raises KvTransferFailed if the fetch
-        failed at any rank.
+        failed at any rank, or if a rank did not answer in time.
         """
         assert self._control is not None
         fetching = self._fetching[leg] = _Fetching(self._num_ranks)

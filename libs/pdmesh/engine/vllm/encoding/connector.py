@@ -55,7 +55,7 @@ class PdmeshEcConnector(ECConnectorBase):
     # -- scheduler --------------------------------------------------------------------------------
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
-        """vLLM calls this right before it asks about the images of the request."""
+        """vLLM calls this right before it calls `has_cache_item` for the request's images."""
         self._planner.consider(request.kv_transfer_params)
         return True
 

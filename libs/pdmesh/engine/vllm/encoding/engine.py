@@ -212,7 +212,10 @@ class VllmEncoderEngine(NoKv):
             self._drop_unawaited(awaited)
 
     def _drop_unawaited(self, names: Iterable[bytes]) -> None:
-        """Cancel encodings that no job awaits, until at most one batch of them is left."""
+        """Cancel those encodings in `names` that no job awaits.
+
+        Stop when at most one batch of encodings is unawaited.
+        """
         self._num_waiting = +self._num_waiting
         num_unawaited = len(self._encodings.keys() - self._num_waiting.keys())
         for name in names:

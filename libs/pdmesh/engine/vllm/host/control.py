@@ -28,7 +28,7 @@ _CLOSE_S = 1.0
 
 
 class WorkerLost(Exception):
-    """A worker closed its connection, or sent bytes that are not a message."""
+    """A worker closed its connection, or sent bytes that are not a message or cannot be handled."""
 
 
 class ControlServer:

@@ -4,10 +4,10 @@ The host is the part of the instance outside the engine. A job is the host's ord
 decode one request. A leg is the request's stay on this instance.
 
 Facts about a job arrive in two ways and in any order: tokens through vLLM, and reports on KV
-through the control socket. This module puts the facts into one order for the host. A ticket, which
-is the right to pull one prompt's KV, is announced when every rank has staged the KV or opened the
-ticket. A decode's tokens are announced after its KV. A reserved range of memory is given back when
-every rank is done with it.
+through the control socket. This module passes the facts on to the host in a fixed order. A ticket,
+which is the right to pull one prompt's KV, is announced when every rank has staged the KV or opened
+the ticket. A decode's tokens are announced after its KV. A reserved range of memory is given back
+when every rank is done with it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Endpoint:
     lease_ms: int
     max_model_len: int
     windows: tuple[int, ...] = ()  # each layer's window in tokens; 0: none; (): no layer has one
-    named_group: int = 0  # the set of layers whose blocks stand for a prefix
+    named_group: int = 0  # the cache group whose blocks show which prefixes are cached
 
     def ticket(self, job: PrefillJob) -> Ticket:
         num_tokens = len(job.prompt)

@@ -64,11 +64,11 @@ def decode_batch(payload: bytes) -> list[CacheEvent]:
 class BlockNames:
     """Maps vLLM's block hashes to the mesh's names.
 
-    `capacity` limits how many names are remembered. The least recent name is forgotten first. A
-    cache group is a set of layers that need the same share of a text: all of it, or a window. vLLM
-    reports a block once for each cache group, and only the reports about `group` are used. `group`
-    should have no window, because such a group keeps a prefix longest. vLLM itself checks that the
-    other groups hold the prefix, too.
+    `capacity` limits how many names are remembered. The name of the block that was reported longest
+    ago is forgotten first. A cache group is a set of layers that need the same share of a text: all
+    of it, or a window. vLLM reports a block once for each cache group, and only the reports about
+    `group` are used. `group` should have no window, because such a group keeps a prefix longest.
+    vLLM itself checks that the other groups hold the prefix, too.
     """
 
     capacity: int
@@ -174,7 +174,8 @@ def images_in(
     """The images that begin in the blocks of an event: (place among the event's tokens, digest).
 
     Each block that an image covers lists the image as a pair: the image's name, and its place
-    relative to the block. The name ends with the digest, and may begin with a LoRA adapter's name.
+    relative to the block. The name ends with the KV's owner and the digest, and may begin with a
+    LoRA adapter's name.
     """
     found: list[tuple[int, bytes]] = []
     for block, keys in enumerate(extra_keys):

@@ -25,7 +25,7 @@ from pdmesh.errors import EngineFailed
 
 
 class OutputQueue:
-    """The host's admission bounds the queue, which holds outputs of admitted legs only."""
+    """The host's admission bounds the queue, because nearly all outputs belong to admitted legs."""
 
     def __init__(self) -> None:
         self._outputs: list[Output] = []
@@ -41,7 +41,8 @@ class OutputQueue:
     def drop(self, leg: int) -> None:
         """Drop the unread outputs of an aborted leg, except those that free its memory ranges.
 
-        A `Prefilled` without a ticket is kept, because no `TicketClosed` follows it.
+        `Failed`, and a `Prefilled` without a ticket, are kept, because no `TicketClosed` may follow
+        them.
         """
         self._outputs = [o for o in self._outputs if not _belongs_to(o, leg)]
 

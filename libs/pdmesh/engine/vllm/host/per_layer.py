@@ -2,8 +2,8 @@
 
 A ticket is the right to pull one prompt's KV. The ticket is announced to the host when every rank
 has opened it. The KV may have been taken, and the ticket closed, before token 1 is read here. The
-host gets `TicketClosed` once for each ticket that was announced or aborted, however the job ends.
-The host is the part of the instance outside the engine.
+host gets `TicketClosed` once for each job, however the job ends. The host is the part of the
+instance outside the engine.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class PerLayerPrefills:
         return [TicketOpened(streaming.job.leg, streaming.ticket)]
 
     def _end(self, streaming: _Streaming) -> list[Effect]:
-        """The KV is no longer wanted. Each rank closes the ticket if it has not done so."""
+        """No decode will pull the KV any more. Each rank closes the ticket, if it is still open."""
         streaming.is_over = True
         self._forget_if_done(streaming)
         is_closed = len(streaming.ended) == self._num_ranks

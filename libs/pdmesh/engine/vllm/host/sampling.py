@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 BEGINS_AFTER: Final = "pdmesh_begins_after"
 # A key in `extra_args`: how many tokens may be reasoning, and the ids of its begin and end marks.
 THINKING: Final = "pdmesh_thinking"
-# A key in the `kv_transfer_params` of the last output of a request that its constraint made fail.
+# A key in the `kv_transfer_params` of a request's last output, if the constraint made the request
+# fail.
 CONSTRAINT_FAILED: Final = "pdmesh_constraint_failed"
 ALL_TOLD: Final = -1  # for `num_top`: all tokens for which vLLM gives log probabilities
 _LARGEST_SEED: Final = (1 << 63) - 1

@@ -1,4 +1,4 @@
-"""Counters that vLLM's scheduler reported last: memory in use, requests, tokens and step times."""
+"""Counters from vLLM's statistics of steps: memory in use, requests, tokens and step times."""
 
 from __future__ import annotations
 

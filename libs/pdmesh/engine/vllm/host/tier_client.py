@@ -107,11 +107,11 @@ class TierClient:
         self._broadcast(Holders(leg, plain))
 
     def forget(self, leg: int) -> None:
-        """End the lease of a request that vLLM did not get."""
+        """Let all ranks end their leases for a leg that will load no blocks."""
         self._broadcast(ForgetLease(leg))
 
     def pin(self, prefixes: Sequence[PinnedPrefix]) -> None:
-        """Let every rank pin its part of these blocks, so that it is never evicted."""
+        """Let every rank pin its part of these blocks. They replace the last call's blocks."""
         self._broadcast(Pin([(p.owner, p.until, list(p.names)) for p in prefixes]))
 
     def prefetch(self, wanted: Prefetch) -> None:

@@ -1,1 +1,1 @@
-"""Images in vLLM: learns how a model represents them, processes them, and makes request inputs."""
+"""Images in vLLM: how a model represents them, their processing, and the inputs of requests."""

@@ -84,7 +84,7 @@ class VllmImages:
         """Process one image, as a prompt of its own. Returns vLLM's item, and the image's place.
 
         Each image is decoded, processed and dropped before the next one. The item never depends on
-        other images, and vLLM's cache of items relies on this.
+        other images: vLLM keeps its encoder's output by the image's name.
         """
         assert self._facts is not None
         _check_wanted(is_cancelled)

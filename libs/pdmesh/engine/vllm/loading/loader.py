@@ -1,8 +1,8 @@
 """Our loader in vLLM's registry. vLLM chooses the weight files, and this loader reads them.
 
 vLLM imports this module in each worker before it loads a model, because a setting names
-`WorkerExtension`. vLLM itself reads files that are not safetensors files. LoRA adapters have
-another loader.
+`WorkerExtension`. vLLM itself reads the files if they are not safetensors files, if the ranks are
+on several nodes, or if an option asks for a method of vLLM. LoRA adapters have another loader.
 """
 
 from __future__ import annotations

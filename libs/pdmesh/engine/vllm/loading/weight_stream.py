@@ -93,7 +93,7 @@ class WeightStream:
         self.report = StreamReport(num_files=len(files))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Raises WeightsUnreadable and RankLost, in all ranks."""
+        """Raises WeightsUnreadable, RankLost, and EngineFailed if there is no memory."""
         plan = plan_windows(self._headers(), self._options.window_bytes)
         self.report.num_windows = len(plan.windows)
         self.report.num_bytes = sum(window.num_bytes for window in plan.windows)

@@ -52,7 +52,7 @@ def may_reuse_prefixes(config: Any) -> bool:
 
 
 def without_kv(model: Any) -> str | None:
-    """The kind of the model's layers if they have no KV that the mesh can name, else None."""
+    """The kind of the model's layers if they have no KV that the mesh can move, else None."""
     if model.is_attention_free:
         return "state-space layers alone"
     return "cross attention" if model.is_encoder_decoder else None

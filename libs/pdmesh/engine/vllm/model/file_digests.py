@@ -133,7 +133,10 @@ class FileDigests:
 
     @contextlib.contextmanager
     def _cache(self, folder: Path) -> Iterator[_Cache | None]:
-        """One process at a time hashes a folder. Other processes wait and find the result."""
+        """Yields the folder's locked cache, so that other processes wait and find the result.
+
+        Yields None if there is no cache, or no lock.
+        """
         cache = _Cache.open(self._cache_dir, folder) if self._cache_dir is not None else None
         if cache is None:
             yield None

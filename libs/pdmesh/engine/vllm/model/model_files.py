@@ -112,6 +112,6 @@ def _config(folder: Path) -> str:
 
 
 def _names(folder: Path) -> list[str]:
-    """vLLM looks for weights in the folder itself, not below it."""
+    """The files that decide KV, besides config.json. vLLM reads no folders below this one."""
     found = (p.name for p in folder.iterdir() if decides_kv(p.name) and p.is_file())
     return sorted(name for name in found if name != CONFIG)

@@ -63,7 +63,7 @@ def main() -> None:
 def _tekken(source: Path):  # type: ignore[no-untyped-def]
     """The tokenizer has the chat template of Mistral's library, unless the folder has one.
 
-    A prompt begins with BOS, as in vLLM. The library's converter leaves BOS out.
+    A prompt begins with BOS, as in vLLM. The converter of transformers leaves BOS out.
     """
     from tokenizers.processors import TemplateProcessing
     from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer

@@ -96,9 +96,9 @@ def pooling_arguments(config: VllmPoolingConfig) -> dict[str, Any]:
 
 
 def fitted(config: VllmPoolingConfig, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Adds `max_model_len`, the longest input that the model and the settings allow. Blocks.
+    """Adds `max_model_len`, the longest input that is allowed, and the most tokens of a step.
 
-    Raises ValueError, OSError and other errors of vLLM.
+    Blocks. Raises ValueError, OSError and other errors of vLLM.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 

@@ -48,7 +48,7 @@ def facts_of(model_config: Any, supported_tasks: tuple[str, ...]) -> PoolingFact
 def _refuse_template(model_config: Any) -> None:
     """Raises EngineMisconfigured for a model with its own template for pairs of texts.
 
-    The mesh's gateways cannot write pairs in this form.
+    The mesh's gateways cannot apply such a template.
     """
     from vllm.model_executor.model_loader import get_model_cls
     from vllm.model_executor.models.interfaces import supports_score_template

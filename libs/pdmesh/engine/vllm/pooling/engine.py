@@ -57,7 +57,7 @@ class VllmPoolingEngine(NoKv):
         self._view = SchedulerView()
         self._jobs = JobTasks(self._process)
         self._num_tokens = self._num_open_tokens = 0
-        self._step_limit: StepTimeLimit | None = None  # None if every step is short
+        self._step_limit: StepTimeLimit | None = None  # None on a GPU, or if every step is short
         self._takes_types = False
         self._is_stopping = False
 

@@ -87,7 +87,10 @@ class Grammars:
             return RefusedGrammar()
 
     def allocate_token_bitmask(self, num_rows: int) -> Any:
-        """Avoids llguidance.torch, whose import takes 3 s and 120 MB."""
+        """A bitmask for `num_rows` answers.
+
+        Made without llguidance.torch, whose import takes 3 s and 120 MB.
+        """
         import torch
 
         num_words = -(-self._compiler.vocabulary.vocab_size // 32)

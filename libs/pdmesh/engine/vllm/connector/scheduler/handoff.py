@@ -57,9 +57,9 @@ class KvLoad:
     """Order to pull a ticket's KV into a request's blocks.
 
     The first `num_local_blocks` blocks are in the prefix cache already. If `block_ids` is empty,
-    all blocks are cached, and nothing is pulled. A load waits for its turn before it pulls.
-    `timeout_s` is the limit for that wait, and also for the pull. The time until a step begins the
-    load has no limit here.
+    all blocks are cached, and nothing is pulled. A load may have to wait for a turn before it
+    pulls. `timeout_s` is the limit for that wait, and also for the pull. The time until a step
+    begins the load has no limit here.
     """
 
     key: str  # vLLM's name of the request
@@ -179,7 +179,7 @@ class HandoffPlanner:
     def __init__(self, groups: CacheGroups) -> None:
         self._groups, self._block_size = groups, groups.block_size
         self._stores: dict[str, Store] = {}  # not staged yet
-        self._num_gathered: dict[str, int] = {}  # blocks of per-layer stores
+        self._num_gathered: dict[str, int] = {}  # by key: gathered blocks of a per-layer store
         self._unjoined: set[str] = set()  # early loads whose token 1 is not known
         self._loads: dict[str, KvLoad] = {}  # not started yet
         self._started: dict[str, KvLoad] = {}  # given to the worker, not computing yet
@@ -207,7 +207,7 @@ class HandoffPlanner:
 
         0 means that there are none, or that they are pulled already. With 0, the scheduler computes
         the request at once. So while token 1 is not known, the result is None instead, and the
-        scheduler asks again.
+        scheduler repeats the call in a later step.
         """
         load = self._loads.get(key)
         num_external = max(0, load.num_tokens - num_local_tokens) if load else 0

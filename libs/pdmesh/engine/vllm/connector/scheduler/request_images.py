@@ -17,7 +17,8 @@ from pdmesh.engine.vllm.images.processing import GRID
 def images_at(request: Any) -> Sequence[ImageAt]:
     """Each image's first token position and digest.
 
-    vLLM may write an adapter's name before a digest. The name is left out.
+    In an image's name in vLLM, the KV's owner and maybe an adapter's name precede the digest. Both
+    are left out.
     """
     return [
         (feature.mm_position.offset, bytes.fromhex(feature.identifier.rpartition(":")[2]))
@@ -26,7 +27,10 @@ def images_at(request: Any) -> Sequence[ImageAt]:
 
 
 def num_without_image(request: Any, num_computed_tokens: int) -> int:
-    """How many of the next tokens cannot be computed here, because an image has no pixels."""
+    """The number of tokens from the next one to the end of the last image without pixels.
+
+    They cannot be computed here.
+    """
     ends = [
         feature.mm_position.offset + feature.mm_position.length
         for feature in request.mm_features or ()

@@ -77,7 +77,10 @@ class UrgentFirstScheduler(Scheduler):
         return request not in self.deferred_waiting
 
     def _has_room(self, request: Request) -> bool:
-        """Whether enough blocks are free. Otherwise only running prompts can free them."""
+        """Whether enough blocks are free for the request.
+
+        If not, it would not help that a prompt stands back: only running requests can free blocks.
+        """
         num_lacking: int = request.num_tokens - request.num_computed_tokens
         block_size: int = self.block_size
         num_free: int = self.kv_cache_manager.block_pool.get_num_free_blocks()

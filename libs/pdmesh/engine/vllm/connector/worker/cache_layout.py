@@ -51,8 +51,8 @@ def read_layout(
 
     `is_packed` means that the attention kernels decide the order within a head's block. `kernels`
     names these kernels. `is_stage` means that other ranks have other layers. In this case the
-    digest includes neither the names nor the number of this rank's layers. Raises ValueError if
-    layers differ, or if a layer's blocks are not contiguous.
+    digest includes neither the names nor the number of this rank's layers. Raises ValueError if the
+    layers have no common layout, or if a layer's blocks are not contiguous.
     """
     caches = list(kv_caches.values())
     count = "stage" if is_stage else str(len(caches))
@@ -73,12 +73,15 @@ def read_layout(
 
 
 def with_windows(block: str, windows: Sequence[int]) -> str:
-    """The digest of a layout whose layers send only these windows. 0 means all tokens."""
+    """The digest of a layout whose layers send only the KV of these windows. 0 means all tokens."""
     return _digest(block, *map(str, windows)) if any(windows) else block
 
 
 def known_axes(shape: tuple[int, ...], num_blocks: int, num_heads: int) -> str | None:
-    """The axes of a GPU cache. None for a shape that vLLM's attention kernels do not use."""
+    """The axes of a GPU cache, by the letters of `core.kv.layout.head_blocks`.
+
+    None for a shape that vLLM's attention kernels do not use.
+    """
     match shape:
         case (blocks, heads, _, _) if (blocks, heads) == (num_blocks, num_heads):
             return "bhnc"

@@ -109,9 +109,9 @@ class IncomingKv:
     def pull(self, load: KvLoad) -> None:
         """Begin a load. Its pull may have to wait for a turn.
 
-        If the sender has another number of ranks, the pull consists of several pieces and takes no
-        turn. While it waited for a turn, it could renew the lease on the sender's KV only at one
-        rank: the rank of the same number.
+        If the sender has another number of ranks, the pull may consist of several pieces, and takes
+        no turn: while a pull waits for a turn, the lease is renewed only at the sender's rank of
+        the same number.
         """
         pieces = self._share.pieces(load.ticket, load.landing, self._num_bytes(load))
         takes_turn = load.block_ids and not load.is_early and self._share.is_like(load.ticket)
@@ -146,7 +146,7 @@ class IncomingKv:
         """Returns the requests whose loads completed, and those whose loads failed, by vLLM's ids.
 
         Each load is reported once. After a step that computed nothing, the call waits a moment for
-        a load under way to end.
+        news of a load under way.
         """
         with self._lock:
             self._tell(Tick())

@@ -32,7 +32,7 @@ from pdmesh.engine.vllm.messages import (
 )
 from pdmesh.kv.agent.thread import AgentThread
 
-MAX_REMEMBERED = 1024  # tickets in `_over` and in `_begun`; a forgotten one ends with its lease
+MAX_REMEMBERED = 1024  # tickets in `_over`, and in `_begun`; a forgotten ticket ends with its lease
 
 
 class Outgoing:
@@ -104,7 +104,7 @@ class Outgoing:
             self._stage(store)
 
     def put_layer(self, parts: Sequence[StorePart], layer: int) -> None:
-        """The current step has computed `layer`. Gather the layers that may be gathered now."""
+        """The current step has computed `layer`. Gather the layers that `LayerOrder` names now."""
         self._put_layers(parts, self._order.told(layer))
 
     def end_step(self, parts: Sequence[StorePart]) -> None:

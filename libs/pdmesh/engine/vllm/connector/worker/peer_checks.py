@@ -39,7 +39,10 @@ class PeerChecks:
         self._num_asked = 0
 
     async def verify(self, peer: KvPeer, timeout_s: float) -> None:
-        """Let all ranks probe. Raises KvTransferFailed with the first failed rank's message."""
+        """Let all ranks probe. Raises KvTransferFailed if a rank fails, or does not answer in time.
+
+        The message is that of the rank that failed first.
+        """
         self._num_asked += 1
         check_id = self._num_asked
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()

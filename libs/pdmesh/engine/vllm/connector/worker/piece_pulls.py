@@ -5,7 +5,7 @@ decode's memory. If both sides have the same number of ranks, the pull is one pi
 ticket's KV, from the rank of the same number. Otherwise each piece has some heads of one source
 rank, and has its own part of the landing. The pull is over when the last piece has ended, with or
 without success. Only then does nothing write into the landing any more. In a pipeline, a rank pulls
-only from ranks of its own stage.
+only from the sender's ranks of the same stage.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from pdmesh.kv.transport.base import KvBytes
 
 @dataclass(frozen=True, slots=True)
 class PiecePull:
-    """One piece of a pull. `heads` of the source rank become the heads `here` of this rank.
+    """One piece of a pull.
 
-    Both are (first, number), and None means all heads. A piece with a `count` of 0 brings no bytes.
+    The source rank's heads in `heads` become this rank's heads in `here`. Both are (first, number),
+    and None means all heads. A piece with a `count` of 0 brings no bytes: it only tells the source
+    rank that its KV is not needed. `num_takers` ranks pull from the source rank.
     """
 
     source_rank: int

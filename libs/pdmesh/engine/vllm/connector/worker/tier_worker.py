@@ -128,7 +128,11 @@ class TierWorker:
     # -- a step, on vLLM's thread ------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The step begins. The time from here to `save` is taken as the model's computing time."""
+        """The step begins.
+
+        The time from here, or from the end of `load`, to `save` is taken as the model's computing
+        time.
+        """
         self._step_began = self._clock()
 
     def load(self, plan: StepCopies) -> None:

@@ -206,7 +206,8 @@ class HandoffWorker:
     def _group(self, layer_name: str) -> int:
         """The layer's cache group.
 
-        Raises CannotMoveKv for a layer without a group, because it uses another layer's cache.
+        Raises CannotMoveKv for a layer without a group, because such a layer uses another layer's
+        cache.
         """
         if len(self._groups) == 1:
             return 0

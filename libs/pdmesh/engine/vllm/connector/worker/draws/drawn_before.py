@@ -2,9 +2,9 @@
 
 In the mesh, an answer continues in another engine request at decode, and again after a migration to
 another instance. vLLM's penalties, `min_tokens`, `bad_words` and seeded draws look at the tokens
-that an engine request has drawn. So a new request begins in the model runner as if it had been
-preempted. The request's prompt ends where the answer begins, and the tokens drawn so far are the
-request's output. The scheduler still counts these tokens as prompt.
+that an engine request has drawn. So a request that continues an answer begins in the model runner
+as if it had been preempted. The request's prompt ends where the answer begins, and the tokens drawn
+so far are the request's output. The scheduler still counts these tokens as prompt.
 
 This module patches vLLM's older model runner, the only one that computes on a CPU.
 """

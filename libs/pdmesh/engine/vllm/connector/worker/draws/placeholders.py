@@ -31,7 +31,7 @@ def keep_placeholders() -> None:
         update(batch)
         for answer, length in zip(answers, lengths, strict=True):
             if (num_lost := length - len(answer)) > 0:
-                answer[-1:-1] = [_PLACEHOLDER] * num_lost  # before the id that came
+                answer[-1:-1] = [_PLACEHOLDER] * num_lost  # before the id that vLLM entered
 
     update_and_keep.keeps_placeholders = True  # type: ignore[attr-defined]
     InputBatch.update_async_output_token_ids = update_and_keep

@@ -19,11 +19,12 @@ _WORD = 1 << 31  # vLLM's sampler for CPUs draws one number below this per token
 
 
 class SeededDraws(torch.Generator):
-    """The noise of one engine request. `position` is the number of draws since it was seeded.
+    """The noise of one engine request.
 
-    A step that checks proposed tokens does not consume exactly one draw's noise per token. So after
-    the first step of this kind (`has_checked`), the generator is not moved any more. It continues
-    from its current state, and no noise is used twice.
+    `position` is the number of draws since `begin` seeded the generator. A step that checks
+    proposed tokens does not consume exactly one draw's noise per token. So after the first step of
+    this kind (`has_checked`), the generator is not moved any more. It continues from its current
+    state, and no noise is used twice.
     """
 
     def begin(self, seed: int) -> None:
