@@ -144,7 +144,7 @@ def test_a_group_that_is_to_serve_another_scenario_serves_it_with_other_instance
         assert told[: told.index("draining")].count("ready") == 4
 
 
-@pytest.mark.req("F21")
+@pytest.mark.fault("F21")
 def test_a_member_of_another_scenario_is_known_as_one_when_assignments_are_lost() -> None:
     world = World(of_scenario("chat"), num=8)
     world.settle()

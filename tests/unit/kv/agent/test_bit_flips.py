@@ -6,7 +6,7 @@ The tests change each bit of each control message of a pull.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -37,8 +37,12 @@ class Flip:
     bit: int
     num_sent: int = 0
     has_hit: bool = False
+    pull_ids: set[int] = field(default_factory=set)
 
     def __call__(self, raw: bytes) -> bytes:
+        message = wire.parse(memoryview(raw))
+        if isinstance(message, wire.Pull):
+            self.pull_ids.add(message.pull_id)
         number, self.num_sent = self.num_sent, self.num_sent + 1
         if number != self.message or self.bit >= 8 * len(raw):
             return raw
@@ -69,6 +73,9 @@ async def _pull_both(pair: KvPair, flip: Flip) -> None:
         pair.sender.stage(name, 1, r, LAYOUT, 30.0)
     came = await asyncio.gather(pull("t", 0), pull("u", 4096))
     assert flip.has_hit or all(came)
+    if flip.message >= 0:
+        one, other = flip.pull_ids
+        assert (one ^ other).bit_count() == 1
     for name in DATA:
         pair.sender.release(name)
     while pair.sender.num_tickets or pair.receiver.num_pulls:
@@ -79,6 +86,11 @@ async def _pull_both(pair: KvPair, flip: Flip) -> None:
 async def test_no_bit_changed_on_the_way_gives_a_request_the_kv_of_another() -> None:
     async with kv_pair(MemoryTransport) as pair:
         await _pull_both(pair, Flip(-1, 0))  # without a change, to open the connections
+        # After this third pull, the ids of each pair are 2n and 2n + 1, which differ in one bit.
+        pair.stage(LAYOUT, "v")
+        ticket = ticket_for(pair.address, LAYOUT, "v")
+        await pair.receiver.pull(ticket, ArenaRange(0, SIZE), deadline_s=5.0)
+        pair.sender.release("v")
         for message in range(6):  # PULL, META and ACK of two pulls
             bit, flip = 0, Flip(message, 0)
             await _pull_both(pair, flip)

@@ -66,7 +66,7 @@ def test_a_decision_scores_exactly_as_many_however_often_an_instance_is_drawn() 
     assert scored[2000] == pytest.approx(scored[800], rel=0.01)
 
 
-@pytest.mark.req("F24")
+@pytest.mark.fault("F24")
 def test_a_pair_that_exchanges_no_kv_makes_no_other_decision_dearer() -> None:
     """One decode avoids one of 240 prefills. For that reason alone, no decision may look at all
     pairs.
@@ -97,7 +97,7 @@ _REPORTS = st.dictionaries(
 )
 
 
-@pytest.mark.req("F24")
+@pytest.mark.fault("F24")
 @given(_REPORTS)
 def test_candidates_are_those_that_a_look_at_all_pairs_finds(
     reports: dict[str, list[tuple[str, SourceFault]]],
