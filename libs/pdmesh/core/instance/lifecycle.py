@@ -1,4 +1,4 @@
-"""Decides what an instance does from its start until it serves, as assigned (P/D-Serve 3.2, 3.3).
+"""Decides what an instance does from its start to its end, as assigned (P/D-Serve 3.2, 3.3).
 
 A new instance is blank, which means that it has no role. The leading master sends it an assignment,
 which has a role spec (what the instance should be) and a stage (how far it may go). Events report

@@ -1,4 +1,4 @@
-"""The events and effects of an instance from its start until it serves; see `lifecycle.py`.
+"""The events and effects of an instance from its start to its end; see `lifecycle.py`.
 
 An assignment is the master's order to one instance. It has a role spec, which says what the
 instance should be, and the instance's peers. The peers of a decode are the prefills of its group.

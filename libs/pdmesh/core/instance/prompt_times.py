@@ -27,10 +27,11 @@ _LEAST_S: Final = 1e-4
 class Computed:
     """An entry for a prompt that was computed or given up.
 
-    `seconds` is the time of this prompt and of the entries before it whose `seconds` are 0. These
-    prompts ended in `num_steps` steps, and on average `num_beside` sequences decoded in the same
-    steps. `num_tokens` is 0 if the prompt was given up. If `request_id` is empty as well, the entry
-    only gives the time of the prompts before it.
+    If `seconds` is not 0, the entry ends a span, and `seconds` is the time of the span: of this
+    prompt and of the entries directly before it whose `seconds` are 0. These prompts ended in
+    `num_steps` steps, and on average `num_beside` sequences decoded in the same steps. `num_tokens`
+    is 0 if the prompt was given up. If `request_id` is empty as well, the entry only gives the time
+    of the prompts before it.
     """
 
     request_id: str
