@@ -360,7 +360,7 @@ class LeaveRoom:
 class EnterQueue:
     """Count the request in the scenario's queue.
 
-    A prefill has rejected the request, and none has accepted it since.
+    All prefills of its plan have rejected the request, and no prefill has accepted it since.
     """
 
 
