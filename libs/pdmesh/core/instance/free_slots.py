@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-TRUST_S: Final = 1.0  # so long after a report or a rejection, a prompt may be offered in any case
+TRUST_S: Final = 1.0  # this long after the last report or rejection, prompts are offered again
 
 
 @dataclass(slots=True)

@@ -240,7 +240,7 @@ class SlotFreed:
 
 @dataclass(frozen=True, slots=True)
 class WaitRefused:
-    """The waiting room is full."""
+    """The waiting room is full, or another request has taken this request's place in it."""
 
 
 @dataclass(frozen=True, slots=True)

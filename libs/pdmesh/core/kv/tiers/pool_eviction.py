@@ -219,9 +219,8 @@ class PoolBook:
     def retire(self, session: str, names: Sequence[bytes]) -> None:
         """Evict a session's blocks before all others, because the session is done.
 
-        The end of a prompt is evicted before its beginning.
-
-        Blocks that are kept or fixed, or that another session holds, are not changed.
+        The end of a prompt is evicted before its beginning. Blocks that are kept or fixed, or that
+        another session holds, are not changed.
         """
         self.resume(session)
         for name in names:

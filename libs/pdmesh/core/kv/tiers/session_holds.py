@@ -117,7 +117,7 @@ def held_blocks(
 
 @dataclass(slots=True)
 class _Budget:
-    """Counts the places that are taken, in all and by owner."""
+    """Counts holds, or awaited blocks, against the bounds `most` and `most_of_owner`."""
 
     most: int
     most_of_owner: int
@@ -128,7 +128,7 @@ class _Budget:
         return self.num < self.most and self.num_of.get(owner, 0) < self.most_of_owner
 
     def take(self, owner: bytes) -> bool:
-        """Take a place. False if there is none."""
+        """Count one more for the owner. False if a bound is reached."""
         if not self.has_room(owner):
             return False
         self.num += 1
