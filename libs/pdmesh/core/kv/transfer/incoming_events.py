@@ -178,7 +178,7 @@ class CompleteLoad:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseBlocks:
-    """Give the blocks to other requests, because nothing is written into them any more."""
+    """Free the blocks for other requests, because nothing is written into them any more."""
 
     leg: int
 

@@ -351,7 +351,10 @@ class TicketBook:
         return effects
 
     def _is_alive(self, peer: int, ticket: _Ticket, now: float) -> bool:
-        """Whether the peer takes or renews any ticket, so that its sends may still end."""
+        """Whether the peer was heard within a lease, and a lease of the ticket is still possible.
+
+        Then its sends may still end.
+        """
         return now < min(self._heard_at[peer] + ticket.lease_s, ticket.last_lease_ends)
 
     def _close(self, ticket_id: str, reason: CloseReason) -> list[SenderEffect]:
