@@ -74,7 +74,7 @@ class AdmitRequests:
 
 @dataclass(frozen=True, slots=True)
 class RefuseRequests:
-    """Take no new request, finish those that run, and keep staged KV until its leases end.
+    """Take no new request, finish those that run, and keep staged KV until its tickets close.
 
     The answer is BecameIdle.
     """

@@ -1,7 +1,7 @@
 """Collects which requests an instance admitted, and how long the prompts took, for load reports.
 
 A report covers the time since the last report. The master keeps a booking, which is planned work,
-for each request that it sends to an instance. The report tells the master which bookings are done,
+for each request that it plans for an instance. The report tells the master which bookings are done,
 and the times improve its predictions. In `LoadBook`, a leg is a request's stay on this instance.
 
 An engine computes parts of several prompts in one step, so the time between the ends of two prompts
