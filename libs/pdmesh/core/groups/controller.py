@@ -7,10 +7,10 @@ new leader therefore continues every workflow from the registry, and repeats no 
 the controller remembers little: how long each stage has lasted, which instances and groups have
 failed lately, and which steps it has announced. Every round follows these rules:
 
-- A new group takes blank instances, which have no role yet, only when there are enough for the
-  whole group. The group begins to serve when every pair of its instances has a verified
-  connection, and its prefills begin last. If the set-up fails several times, all instances of the
-  group become blank again for a while (S15, S19).
+- A new group takes blank instances, which have no role yet, only when there are enough for all its
+  members except encoders. The group begins to serve when every pair of its instances has a
+  verified connection, and its prefills begin last. If the set-up fails several times, instances
+  that are not ready become blank, and the set-up pauses for a while (S15, S19).
 - One blank instance replaces each instance that is lost, failed or taken out at once. The other
   instances of the group keep serving (S35).
 - A data-parallel domain, whose ranks compute one model together, is one member of a group. The

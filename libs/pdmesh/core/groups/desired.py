@@ -185,8 +185,8 @@ class Change:
 
 
 def problems(desired: Desired) -> Iterator[Problem]:
-    """Finds wrong names, single points of failure, parts that cannot serve or be lent, and settings
-    that do not fit together.
+    """Finds unknown or reserved names, single points of failure, parts that cannot serve or be
+    lent, and settings that do not fit together.
     """
     for name, scenario in desired.scenarios.items():
         if scenario.service != DEFAULT_NAME and scenario.service not in desired.services:
