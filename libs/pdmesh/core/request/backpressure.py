@@ -3,7 +3,7 @@
 A scenario is a kind of requests with its own instances. Its queue has the requests of all gateways
 that wait for a prefill. Each gateway reports to the master how many such requests it has, and the
 master adds up these counts. With every plan, the master sends the total, the limit, and the rate at
-which the scenario's prefills begin prompts.
+which the scenario's prefills can begin prompts.
 
 A gateway can therefore refuse a new request before it asks any instance. It refuses the request if
 the queue is full, or if the queue ahead takes longer than the request may wait. A gateway calls

@@ -198,7 +198,7 @@ class LegFinished(LegEvent):
 
 @dataclass(frozen=True, slots=True)
 class LegFailed(LegEvent):
-    """The instance has given up the leg and has released all its resources."""
+    """The instance has given up the leg and has released all resources of the leg."""
 
     error: MeshError
     is_retryable: bool = True
