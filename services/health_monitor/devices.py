@@ -1,7 +1,8 @@
 """Reads the state of a node's devices from the driver, and from files by tools and operators.
 
 Each of these sources is asked in a thread, because a driver may block. If a source fails or hangs,
-its devices are reported as unknown. A node may lack a source, which is no fault.
+the source and all devices known so far are reported as unknown. A node may lack a source, which is
+no fault.
 `core.health.gpu_faults` decides how serious the driver's answers are.
 """
 
@@ -66,7 +67,10 @@ class DeviceReader:
         return asked.result() if error is None else self._unknown(source, type(error).__name__)
 
     def _unknown(self, source: DeviceSource, detail: str) -> Sequence[DeviceStatus]:
-        """Report the source as unknown, and all devices, because each may be the source's."""
+        """Report the source as unknown, and also all devices known so far.
+
+        Any of these devices may belong to this source.
+        """
         names_ = [source.name, *(device.device for device in self._known)]
         return [DeviceStatus(name, Level.TRANSIENT, DEVICE_UNKNOWN, detail) for name in names_]
 

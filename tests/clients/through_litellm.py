@@ -1,4 +1,7 @@
-"""Sends the requests that applications send through litellm, as to OpenAI and as to vLLM."""
+"""Sends requests through litellm as applications do.
+
+They go through litellm's provider for OpenAI, and again through its provider for vLLM.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Measures how long a client waits because of a fault in the transfer of KV.
+"""Checks measured times after faults against bounds, and records them for docs/kill-matrix.md.
 
 A client's longest silence with the fault is compared with the longest silence of the same streams
-without the fault, in the same mesh. Each fault has a bound for the difference. `make kv-faults`
-writes the results to docs/kill-matrix.md. Some faults have only an absolute time, and no silence to
-compare it with. These times are checked only by `make kv-faults`, because `make test` must pass on
-a slow machine.
+without the fault, in the same mesh. Each fault has a bound for the difference. Some faults have
+only an absolute time, and no silence to compare it with. Only `make kv-faults` checks these times,
+because `make test` must pass on a slow machine.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-# The allowance for the machine, on which a process restarts on one of two shared cores after a
-# fault. Beyond its bound, a time may grow by NOISE_S, or by its value without the fault if that is
-# more.
+# An allowance for noise: the machine has two shared cores, and after a fault a process restarts on
+# one of them. The difference may exceed its bound by NOISE_S, or by the silence without the fault
+# if that is longer.
 NOISE_S: Final = 1.0
 
 
@@ -27,7 +26,8 @@ class Measured:
     """One row of the table in docs/kill-matrix.md.
 
     `took_s` is a client's longest silence with the fault, and `peace_s` without it. If `peace_s` is
-    0, `took_s` is the time until something was done.
+    0, there is no silence to compare with, and `took_s` is the time until the event that `what`
+    names.
     """
 
     fault: str

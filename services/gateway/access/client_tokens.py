@@ -21,13 +21,17 @@ class ClientTokens:
 
     @property
     def tenants(self) -> Mapping[str, Tenant]:
-        """The tenants that tokens have named so far."""
+        """The tenants that tokens have named and that were not in the key file.
+
+        Only the `MAX_TENANTS` newest are kept.
+        """
         return self._claimed.tenants
 
     async def tenant(self, token: str, in_file: Mapping[str, Tenant]) -> Tenant:
         """The tenant of a token. If the key file has this tenant, the limits in the file apply.
 
-        Raises InvalidToken, Unavailable, or PermissionDenied if the claims name no tenant.
+        Raises PermissionDenied if the claims have no valid tenant or limits. Also raises
+        InvalidToken and Unavailable.
         """
         claims = await self._verifier.claims(token)
         try:

@@ -18,7 +18,8 @@ MAX_STOPS: Final = 4
 MAX_STOP_CHARS: Final = 256
 MAX_NAME_CHARS: Final = 256
 _LEAST: Final = 2.0**-126  # the least positive normal number of 32 bits
-# The next two are limits for all choices of a call together: each choice sends its own copy.
+# The next two limit the sum over all choices of a call, because the gateway sends the grammar or
+# the list of ids once for each choice.
 MAX_GRAMMARS_BYTES: Final = 4 << 20
 MAX_ALLOWED_IDS: Final = 1 << 20
 

@@ -4,8 +4,8 @@ A certificate names one process by a SPIFFE ID, `spiffe://TRUST-DOMAIN/ROLE/ID`.
 the service's name. A person's tools have the person's role: `viewer`, `operator` or `admin`.
 
 The certificate also has a DNS name made of the same three parts. A process that calls another
-checks this name, because TLS libraries compare only DNS names. The caller does not check the other
-process's address, because the address may change.
+checks this name, because TLS libraries compare DNS names but no URIs. The caller does not check the
+other process's address, because the address may change.
 
 A method that is not listed here may not be called.
 """
@@ -54,7 +54,10 @@ class ProcessIdentity:
 
     @property
     def role_dns_name(self) -> str:
-        """A DNS name in every certificate of the role, for servers that list roles but no ids."""
+        """A DNS name that every certificate of the role contains.
+
+        NATS' permissions for a whole role name the role by it.
+        """
         return f"{self.role}.{self.trust_domain}"
 
 

@@ -1,11 +1,11 @@
 """Applies adjustments to the desired state (S11, S28).
 
 The desired state is the operator's file of groups. A plan of moves changes groups in steps: one
-instance joins, leaves or changes its role, or one group is lent to a pool. A pool borrows whole
-groups for other work. An adjustment is the change to the desired state that such a plan has made:
-other counts for one group, or its loan. If the operator changes the counts of the group in the
-file, the adjustment becomes invalid. The caller must erase an invalid adjustment. Otherwise it
-would return when the file has the old counts again.
+instance joins, leaves or changes its role, or one group is lent to a pool or switched off. A pool
+borrows whole groups for other work. An adjustment is the change to the desired state that such a
+plan has made: other counts for one group, or that the group is lent or off. If the operator changes
+the counts of the group in the file, the adjustment becomes invalid. The caller must erase an
+invalid adjustment. Otherwise it would return when the file has the old counts again.
 """
 
 from __future__ import annotations

@@ -65,9 +65,9 @@ class WantedGroup:
 
 @dataclass(frozen=True, slots=True)
 class WantedGroups:
-    """All groups, and limits for the controller's own changes (S28, S31).
+    """All wanted groups, and limits for the controller's own changes (S28, S31).
 
-    `floors` has the number of instances that the controller must leave in service, by scenario and
+    `floors` has the number of members that the controller must leave in service, by scenario and
     role. `num_lent` has the number of blank instances that are kept for the pools that have
     borrowed groups, by region. An empty key stands for any region.
     """
@@ -137,7 +137,7 @@ def wanted_of(
 class InstanceStatus:
     """One instance as its record in the registry describes it.
 
-    If `assignment_id` is 0, the instance's role comes from its own settings.
+    If `assignment_id` is 0, the instance has no role, or one from its own settings.
     """
 
     instance_id: str

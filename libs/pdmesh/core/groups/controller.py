@@ -7,19 +7,19 @@ new leader therefore continues every workflow from the registry, and repeats no 
 the controller remembers little: how long each stage has lasted, which instances and groups have
 failed lately, and which steps it has announced. Every round follows these rules:
 
-- A new group takes blank instances, which have no role yet, only when there are enough for the
-  whole group. The group begins to serve when every pair of its instances has a verified
-  connection, and its prefills begin last. If the set-up fails several times, all instances of the
-  group become blank again for a while (S15, S19).
+- A new group takes blank instances, which have no role yet, only when there are enough for all its
+  members except encoders. The group begins to serve when every pair of its instances has a
+  verified connection, and its prefills begin last. If the set-up fails several times, instances
+  that are not ready become blank, and the set-up pauses for a while (S15, S19).
 - One blank instance replaces each instance that is lost, failed or taken out at once. The other
   instances of the group keep serving (S35).
 - A data-parallel domain, whose ranks compute one model together, is one member of a group. The
   `domains` package represents it as one instance during the round. The controller deals with ranks
   only when it chooses the blank instances for a new domain (S121).
 - An instance leaves if it is surplus, out of service or in a wrong place, or if its group now has
-  another revision (version of the service) or scenario (kind of requests). It leaves when its
-  successors are ready, and only if the scenario keeps its minimum of instances. If there is no room
-  for the successors, it leaves before they come (`leave.py`).
+  another revision (of the service's model and settings) or scenario (kind of requests). It leaves
+  when its successors are ready, and only if the scenario keeps its minimum of instances. If there
+  is no room for the successors, it leaves before they come (`leave.py`).
 """
 
 from __future__ import annotations
@@ -343,7 +343,7 @@ class GroupController:
     ) -> int:
         """Give blank instances a role, and return how many are still missing.
 
-        A group that never served takes instances only if there are enough for all its members
+        A group without a ready member takes instances only if there are enough for all its members
         except encoders. A domain gets all of its ranks at once, or none.
         """
         num_blank = round_.num_blanks(group.racks)

@@ -185,7 +185,9 @@ class Change:
 
 
 def problems(desired: Desired) -> Iterator[Problem]:
-    """Finds unknown names, single points of failure, and parts that cannot serve or be lent."""
+    """Finds unknown or reserved names, single points of failure, parts that cannot serve or be
+    lent, and settings that do not fit together.
+    """
     for name, scenario in desired.scenarios.items():
         if scenario.service != DEFAULT_NAME and scenario.service not in desired.services:
             yield Problem(f"scenarios.{name}.service", f"there is no service {scenario.service}")
@@ -295,7 +297,7 @@ def _unequal_domains(
 ) -> Iterator[Problem]:
     """Checks that prefills and decodes have equally many ranks, so that a member can change role.
 
-    Only a scenario with an automatic ratio changes the roles of members.
+    Only in a scenario with an automatic ratio does the mesh itself change the roles of members.
     """
     if not desired.scenarios.get(scenario, Scenario()).has_auto_ratio:
         return

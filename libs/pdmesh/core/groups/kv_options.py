@@ -102,7 +102,7 @@ def kv_split(option: str, prefill: OptionText, decode: OptionText) -> str:
 
 
 def _read(text: str) -> dict[str, object]:
-    """The option as an object. It is empty if the text is invalid, which instances will refuse."""
+    """The option as an object. It is empty if the text is invalid. Instances refuse such a text."""
     try:
         option = json.loads(text or "{}")
     except (ValueError, RecursionError):

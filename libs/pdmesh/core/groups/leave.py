@@ -1,9 +1,10 @@
 """Decides which instances of a group leave, and when (S26, S28, S31).
 
-A group is a set of instances that may hand KV to each other. A revision is a version of the service
-that the group runs. Serving instances with an old revision or in a wrong place normally leave when
-their successors are ready. Blank instances, which have no role yet, become the successors. If there
-are too few blank instances, some serving instances leave first and become blank:
+A group is a set of instances that may hand KV to each other. A revision is a name for the model and
+the settings that they run. Serving instances with an old revision or in a wrong place normally
+leave when their successors are ready. Blank instances, which have no role yet, become the
+successors. If there are too few blank instances, some serving instances leave first and become
+blank:
 
 - Surplus instances leave one at a time. The next one leaves when the one before serves in its new
   place.

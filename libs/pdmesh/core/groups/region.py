@@ -3,7 +3,7 @@
 A group's KV stays in one region unless the desired state says that the group spans regions. So all
 instances of a group are in one region, normally the first that the desired state names. If that
 region is lost, the group moves to the next named region that has room. When the first region has
-room for the whole group again, the group moves back. In both cases the old instances leave when the
+room for the whole group again, the group moves back. Old instances that still run leave when the
 new ones are ready, as in a change of revision (`leave.py`), so that requests are not interrupted.
 """
 

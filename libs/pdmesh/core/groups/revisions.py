@@ -1,8 +1,8 @@
 """Decides which revision each group runs during an upgrade (S24).
 
-A service is a model with its settings, and a revision is a name for one version of a service. When
-an operator changes the service of a scenario, one group of the scenario after another gets the new
-service. The registry keeps one `Upgrade` per scenario beside the desired state. An `Upgrade` has
+A service is a model with its settings. A revision is a name for the service and the KV transport
+that instances run. When an operator changes the service of a scenario, one group of the scenario
+after another gets the new service. The registry keeps one `Upgrade` per scenario. An `Upgrade` has
 the old service, the new service, and the groups that already run the new one. A new leading master
 therefore continues the upgrade.
 """
@@ -144,7 +144,8 @@ class CanaryShare(Protocol):
 def shares(upgrades: Iterable[CanaryShare]) -> dict[str, float]:
     """The share of its scenario's requests that each canary group gets, 0..1.
 
-    After a rollback the share is 0, so the canary gets no requests while its instances leave.
+    From the start of a rollback on, the share is 0, so the canary gets no requests while its
+    instances leave.
     """
     return {
         canary_of(each.scenario): each.canary_share

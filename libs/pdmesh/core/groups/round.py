@@ -218,8 +218,8 @@ class Round:
     def connect_peers(self) -> None:
         """Set the peers of each instance (S25).
 
-        A peer is an instance of the same group and revision, and of the other role, that can accept
-        connections.
+        A peer is an instance of the same group, revision and KV region, and of the other role, that
+        can accept connections.
         """
         for group_id in self.group_ids():
             members = self.members(group_id)
@@ -256,7 +256,8 @@ class Round:
     def why_not_leave(self, member: GroupMember, *, may_empty_group: bool) -> str:
         """A reason why the member must stay, or empty if it may leave.
 
-        It must stay if its scenario or its group would lack a role without it.
+        It must stay if its scenario would have too few members of a role without it. Unless
+        `may_empty_group`, it must also stay if its group would have no ready member of its role.
         """
         if not member.is_ready:
             return ""

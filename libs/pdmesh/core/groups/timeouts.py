@@ -1,7 +1,7 @@
 """Decides when an instance takes too long for a stage of its set-up or its departure.
 
 The group controller orders each instance from stage to stage: load, connect, serve, drain, blank. A
-blank instance has no role. If a prefill and a decode do not connect in time, `unpaired` decides
+blank instance has no role. If a prefill and a decode do not connect in time, `unpaired.py` decides
 which of them is replaced.
 """
 
@@ -27,7 +27,7 @@ class StageLimits:
     erase_s: float = 30.0  # until an instance that should be blank begins a new incarnation
     gather_s: float = 60.0  # until a group that lost instances in its set-up has found others
     max_tries: int = 3
-    cool_s: float = 60.0  # the pause after `max_tries` failures
+    cool_s: float = 60.0  # the pause of a group's set-up after `max_tries` failures, or `gather_s`
     avoid_s: float = 300.0  # after a failure, for this time the instance is the last choice
 
 

@@ -3,10 +3,11 @@
 There is no queue: a leg starts now or is refused. As the only exception, a few decodes may wait,
 each until it can take the place of a decode that ends.
 
-Admission reserves a slot, KV blocks and a range of the arena (memory for transfers), so an admitted
-leg never lacks any of these later (S49). A prefill keeps its slot until the right to pull its KV
-has ended. So if decodes are blocked, prefills become full as well (S41). A decode keeps its slot
-until it has ended and no late write can reach its range.
+Admission reserves a slot, KV blocks and, for a transfer, a range of the arena (memory for
+transfers). So an admitted leg never lacks any of these later (S49). Only an engine that can preempt
+requests may lack blocks, see `max_reserved_output`. A prefill keeps its slot until the right to
+pull its KV has ended. So if decodes are blocked, prefills become full as well (S41). A decode keeps
+its slot until it has ended and no late write can reach its range.
 """
 
 from __future__ import annotations
@@ -128,7 +129,8 @@ _WITHOUT_ANSWER = frozenset({Work.POOL, Work.ENCODE})
 class Admission:
     """The record of what one instance has reserved.
 
-    `admit` reserves. `computed`, `ended` and `range_freed` give back, and may be repeated.
+    `admit` reserves. `computed`, `ended` and `range_freed` give back what was reserved, and may be
+    repeated.
     """
 
     capacity: Capacity
@@ -281,7 +283,8 @@ class Admission:
             return Refused(RefusalReason.EXPIRED, detail="the deadline has passed")
         if self.is_draining:
             return Refused(RefusalReason.DRAINING)
-        why = self._adapters.why_not(ask.adapter, now)  # first, because the call records the turn
+        # Before the other checks, because the call makes an adapter without a slot wait for one.
+        why = self._adapters.why_not(ask.adapter, now)
         if len(self._held) >= self.num_places:
             return self._later(RefusalReason.BUSY, "no free slot")
         if ask.work is Work.DECODE and self._num_retrieving >= self.capacity.max_retrievals:

@@ -4,9 +4,9 @@ With this asynchronous scheduling, the next step is ready when a step ends, so t
 wait for the CPU. But if an answer ends by a stop token or an abort, the engine has computed one
 token too many, which it discards.
 
-Even if the setting is ON, some engines schedule synchronously: engines of pooling models, engines
-for which vLLM does not support asynchronous scheduling, and engines with which it is not tested.
-With AUTO, engines that would gain nothing schedule synchronously as well.
+Even if the setting is ON, an engine schedules synchronously if its model is a pooling model or
+reads images, if it proposes tokens, or if it has several pipeline stages. With AUTO, engines that
+would gain nothing schedule synchronously as well.
 """
 
 from __future__ import annotations

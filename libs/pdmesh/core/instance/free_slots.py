@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-TRUST_S: Final = 1.0  # after this time without a report, even a full instance is offered prompts
+TRUST_S: Final = 1.0  # this long after the last report or rejection, prompts are offered again
 
 
 @dataclass(slots=True)
@@ -18,8 +18,8 @@ class FreeSlots:
     """The free slots of one instance, as one gateway knows them.
 
     Times are in seconds of the caller's clock. If `has_slot` is false, the gateway's prompts wait.
-    The gateway tries a waiting prompt again after an offered prompt was answered or given up, or as
-    soon as a full instance reports a free slot.
+    The gateway tries waiting prompts again after an offered prompt was rejected or given up, or
+    when a report shows room for them.
     """
 
     # The instance refused a prompt because it was full, and has not reported a free slot since.
@@ -33,7 +33,7 @@ class FreeSlots:
     _offered: dict[int, int] = field(default_factory=dict)
 
     def has_slot(self, now: float) -> bool:
-        """Whether a prompt may find a slot in addition to those offered before."""
+        """Whether one more prompt may find a slot, beside the prompts that were offered before."""
         if self.num_free is None or now - self._told_at > TRUST_S:
             return True
         return self.num_unoffered > 0

@@ -1,12 +1,12 @@
-"""Decides what an instance does from its start until it serves, as assigned (P/D-Serve 3.2, 3.3).
+"""Decides what an instance does from its start to its end, as assigned (P/D-Serve 3.2, 3.3).
 
 A new instance is blank, which means that it has no role. The leading master sends it an assignment,
 which has a role spec (what the instance should be) and a stage (how far it may go). Events report
-what is done. The instance's phase, which is how far it has come, follows from the assignment and
-these events. So it does no harm if an assignment is repeated, or if earlier ones were lost. A
-decode also verifies its connections to its peers, the prefills of its group. An incarnation, which
-is one life of an instance, takes only one role spec. For another role, the instance drains, is
-erased, and starts again as another incarnation (S23). So no part of the old role can act any more.
+the steps that are done. The instance's phase, which is how far it has come, follows from the
+assignment and these events. So it does no harm if assignments are repeated or lost. A decode also
+verifies its connections to its peers, the prefills of its group. An incarnation, which is one life
+of an instance, takes only one role spec. For another role, the instance drains, is erased, and
+starts again as another incarnation (S23). So no part of the old role can act any more.
 """
 
 from __future__ import annotations

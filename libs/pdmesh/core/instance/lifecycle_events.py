@@ -1,4 +1,4 @@
-"""The events and effects of an instance from its start until it serves; see `lifecycle.py`.
+"""The events and effects of an instance from its start to its end; see `lifecycle.py`.
 
 An assignment is the master's order to one instance. It has a role spec, which says what the
 instance should be, and the instance's peers. The peers of a decode are the prefills of its group.
@@ -74,7 +74,7 @@ class AdmitRequests:
 
 @dataclass(frozen=True, slots=True)
 class RefuseRequests:
-    """Take no new request, finish those that run, and keep staged KV until its leases end.
+    """Take no new request, finish those that run, and keep staged KV until its tickets close.
 
     The answer is BecameIdle.
     """

@@ -1,7 +1,7 @@
 """Collects which requests an instance admitted, and how long the prompts took, for load reports.
 
 A report covers the time since the last report. The master keeps a booking, which is planned work,
-for each request that it sends to an instance. The report tells the master which bookings are done,
+for each request that it plans for an instance. The report tells the master which bookings are done,
 and the times improve its predictions. In `LoadBook`, a leg is a request's stay on this instance.
 
 An engine computes parts of several prompts in one step, so the time between the ends of two prompts
@@ -27,10 +27,11 @@ _LEAST_S: Final = 1e-4
 class Computed:
     """An entry for a prompt that was computed or given up.
 
-    `seconds` is the time of this prompt and of the entries before it whose `seconds` are 0. These
-    prompts ended in `num_steps` steps, and on average `num_beside` sequences decoded in the same
-    steps. `num_tokens` is 0 if the prompt was given up. If `request_id` is empty as well, the entry
-    only gives the time of the prompts before it.
+    If `seconds` is not 0, the entry ends a span, and `seconds` is the time of the span: of this
+    prompt and of the entries directly before it whose `seconds` are 0. These prompts ended in
+    `num_steps` steps, and on average `num_beside` sequences decoded in the same steps. `num_tokens`
+    is 0 if the prompt was given up. If `request_id` is empty as well, the entry only gives the time
+    of the prompts before it.
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""Sums up how an engine's steps spend their time, and if scheduling delays them (S139, S140).
+"""Sums up how an engine's steps spend their time, and whether scheduling delays them (S139, S140).
 
 A step is scheduled, computed and processed. Processing reads the step's tokens and ends requests.
 With synchronous scheduling, the device waits while a step is scheduled or processed. With
@@ -28,7 +28,7 @@ class StepTotals:
     num_steady: int = 0
     num_overlapped: int = 0  # steady steps that were scheduled while the step before was computed
     gap_s: float = 0.0  # time before steady steps in which nothing was computed
-    most_ahead: int = 0  # the most unprocessed steps when another step was scheduled
+    most_ahead: int = 0  # the most steps that were not processed yet when one was scheduled
     num_tokens_past_end: int = 0  # tokens computed for requests that had ended
 
     def numbers(self) -> dict[str, float]:

@@ -7,8 +7,8 @@ priorities differ. No request waits forever. Requests of one priority are served
 arrival.
 
 A prompt that is being computed stands back for a more urgent prompt that could begin. Otherwise its
-own chunks would fill all steps. The prompt that stands back keeps its blocks, and continues when no
-more urgent prompt waits.
+own tokens would fill all steps until its end. The prompt that stands back keeps its blocks, and
+continues when no more urgent prompt waits.
 """
 
 from __future__ import annotations

@@ -75,8 +75,9 @@ class ShortestQueue:
 def cache_aware(query: Query, instances: Sequence[Instance], known: Known) -> list[float]:
     """The rule of SGLang's gateway.
 
-    If the loads differ a lot, the gateway chooses the shortest queue. Otherwise it chooses the
-    longest cached prefix, if that covers most of the prompt. If not, it chooses the emptiest cache.
+    If the loads differ a lot, the instance with the fewest used slots is best. Otherwise it is the
+    instance with the longest cached prefix, if that covers most of the prompt. If not, it is the
+    one with the emptiest cache.
     """
     used = [i.used_slots() for i in instances]
     lowest, highest = min(used), max(used)
@@ -93,7 +94,7 @@ def block_cost(query: Query, instances: Sequence[Instance], known: Known) -> lis
     """The rule of Dynamo's KV router, which chooses the least cost.
 
     The cost is the number of prompt blocks to compute, including waiting prompts, plus the number
-    of active blocks.
+    of active blocks, including this prompt's.
     """
     total = len(query.block_hashes)
     scores = []

@@ -154,7 +154,7 @@ class Fleet:
     def longest_by_scenario(self, matches: Mapping[str, int]) -> dict[str, int]:
         """The longest cached prefix of a prompt, among the usable instances of each scenario.
 
-        `matches` has the number of cached blocks by instance id.
+        Prefixes are measured in blocks. `matches` has the prefix of each instance, by id.
         """
         longest: dict[str, int] = {}
         for instance_id, num_blocks in matches.items():

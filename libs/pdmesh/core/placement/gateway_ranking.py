@@ -2,11 +2,11 @@
 
 Every gateway can serve every request. A region is a place whose processes are near each other. The
 gateways in the region of the planned instances come first, because the answer's tokens come from
-that region. Requests with equal keys belong to one chat. Each key puts the gateways in an order of
-its own. The requests of the key go to the first gateway, which caches the tokens of the chat. If
-that gateway has more than 1.25 times its share of the open requests, the next one in the key's
-order takes them (Mirrokni et al.: consistent hashing with bounded loads). Requests without a key go
-to the gateway with the fewest open requests.
+that region. Requests with equal keys are treated as one chat (`chat_key.py`). Each key puts the
+gateways in an order of its own. The requests of the key go to the first gateway, which caches the
+tokens of the chat. If that gateway has more than 1.25 times its share of the open requests, the
+next one in the key's order takes them (Mirrokni et al.: consistent hashing with bounded loads).
+Requests without a key go to the gateway with the fewest open requests.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One instance as placement sees it.
 
 Placement ranks the instances that may serve a request. For each instance it knows the record in the
-registry, the health and the last reported load. It also knows the requests that were sent to the
-instance after that report.
+registry, the health and the last reported load. It also knows the requests that are planned for the
+instance and that no report mentions yet.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class RecentWork:
 class Instance:
     """The state of one instance.
 
-    A booking is a request that was sent to the instance, and that no report of the instance
-    mentions yet. The backlog consists of the booked prompts that are not computed yet.
+    `num_booked` counts the requests that are planned for the instance and that no report mentions
+    yet. The backlog has all prompts that are planned for the instance and not computed yet.
     """
 
     identity: Identity

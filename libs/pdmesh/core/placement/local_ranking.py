@@ -55,10 +55,10 @@ class LocalInstance:
 class LocalQuery:
     """A request to rank instances for.
 
-    `excluded` instances have failed for this request. `avoided` instances are ranked last. `canary`
-    has the id of the scenario's canary group, and whether the canary gets this request. `adapter`
-    is the LoRA adapter that the request needs. Only instances that take adapters can serve it, and
-    instances that have loaded this adapter come first.
+    `excluded` instances have failed for this request. `avoided` instances are ranked only if the
+    others cannot serve it. `canary` has the id of the scenario's canary group, and whether the
+    canary gets this request. `adapter` is the LoRA adapter that the request needs. Only instances
+    that take adapters can serve it, and instances that have loaded this adapter come first.
     """
 
     model: str
@@ -74,7 +74,8 @@ class LocalQuery:
 class LocalPlan:
     """The ranked instances, best first.
 
-    If `is_colocated`, `prefills` has instances of any role, and one of them does both phases.
+    If `is_colocated`, `prefills` has prefills only or decodes only, and one of them does both
+    phases.
     """
 
     prefills: Sequence[LocalInstance] = ()

@@ -4,9 +4,9 @@ A plan names candidates for one request, best first. The instances of a group se
 kind of requests. All candidates belong to one cell, which is a set of prefills and decodes that can
 hand KV to each other. These have the same group, revision and KV region, and the same fingerprint,
 which names all properties that must agree for the exchange of KV. Fusion instances, which need no
-decode, have cells without decodes. Cells in the region of the request's gateway come first. A cell
-may have lost all its prefills or decodes, or no pair in it may be able to exchange KV. If only such
-cells are left, one instance does both phases (colocated).
+decode, have cells without decodes. Cells in the region of the request's gateway are preferred. If
+every cell has lost all its prefills or all its decodes, or has no pair that can exchange KV well,
+one instance does both phases (colocated).
 
 A plan is only advice, because each instance decides itself whether it accepts the request.
 """
@@ -175,7 +175,7 @@ class _Cell:
         return cell
 
     def reconciled(self, exchange: KvExchange) -> _Cell:
-        """The cell without prefills that every decode ejects, or decodes that eject every prefill.
+        """The cell without prefills that every decode ejects and decodes that eject every prefill.
 
         Returns the cell itself if no decode excludes a prefill.
         """
@@ -222,7 +222,8 @@ class _Cell:
 class Placement:
     """Plans requests with one policy.
 
-    Each plan is booked: it counts as load of its instances until their load reports include it.
+    Each plan is booked: the request counts as load of the plan's best prefill and best decode until
+    load reports include it.
     """
 
     fleet: Fleet

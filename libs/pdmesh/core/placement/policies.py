@@ -3,7 +3,7 @@
 A policy scores the instances that may serve a request, and picks candidates by score. It scores all
 instances of one query at once, because some scores are relative to the others. The default policy
 is in `expected_completion.py`. The policies it is compared with are in `baselines.py`, which also
-selects a policy by name.
+lists all policies by name.
 """
 
 from __future__ import annotations

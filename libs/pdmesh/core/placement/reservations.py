@@ -1,8 +1,8 @@
 """Tracks the requests that the master has planned and that no load report mentions yet (S93).
 
-Such a request has a booking on each instance that the master has planned for it. A booking counts
+Such a request has a booking on the best prefill and the best decode of its plan. A booking counts
 as a used slot and as used KV blocks until some instance reports that it has admitted the request.
-If that instance is the request's second candidate, the booking of the first candidate ends. The
+If that is another instance than the booked one, the booked one no longer counts the request. The
 predicted compute time of the prompt counts as waiting work of the prefill, its backlog, until a
 report says that the prompt is computed. Bookings that no report names end after a time limit.
 """

@@ -1,8 +1,8 @@
 """Decides which instances are scored for one query, if there are too many to score all of them.
 
-The cost of a decision must not grow with the mesh. So only a shortlist is scored: instances that
-hold the KV of most of the prompt, instances that served the chat's last turn, and a random sample
-of the others. The least busy instance of a sample is hardly busier than the least busy of all.
+The cost of a decision must not grow with the mesh. So only a shortlist is scored: the instances
+with the longest cached prefixes of the prompt, those that served the chat's last turn, and a random
+sample of all. The least busy instance of a sample is hardly busier than the least busy of all.
 Because samples differ, successive requests do not all choose the same instance (the power of d
 choices; Mitzenmacher 2001).
 """
@@ -20,7 +20,7 @@ from pdmesh.core.placement.instance import Instance
 
 T = TypeVar("T")
 
-_HOLDERS: Final = 0.25  # the share of places for instances that hold most of the prompt
+_HOLDERS: Final = 0.25  # the share of places for the instances with the longest cached prefixes
 _TRIES: Final = 1024  # the most holders to check; many may be decodes, or in other groups
 _WIDER: Final = 4  # the factor by which the sample grows if no listed instance has a free slot
 _HEARD: Final = 24  # `TypicalWork.hear` uses at least this many of a decision's random instances

@@ -12,8 +12,8 @@ from typing import Final
 from pdmesh.core.placement.instance import Instance
 from pdmesh.core.placement.policies import Known, Query
 
-# Subtracted from the score of a full instance, because it will reject the request. It then ranks
-# behind nearly every instance with a free slot.
+# A full instance will reject the request. With this penalty, it ranks behind nearly every instance
+# with a free slot.
 _FULL: Final = 4.0
 
 
@@ -27,7 +27,7 @@ def prefix_and_latency(query: Query, instances: Sequence[Instance], known: Known
     `remote` is the number that it could hold after fetching from other instances. Latency is the
     wait for earlier prompts plus the predicted time of this prefill. The last term sends a new
     prefix to an instance where it evicts nothing. Once all caches are full, this term is the same
-    for all instances without the prefix.
+    for all instances without the prefix. From the score of a full instance, `_FULL` is subtracted.
     """
     weights, now = known.weights, known.now
     reach = known.peers.reach if known.peers.runs else None

@@ -3,12 +3,12 @@
 A scenario is a kind of requests with its own instances. Its queue has the requests of all gateways
 that wait for a prefill. Each gateway reports to the master how many such requests it has, and the
 master adds up these counts. With every plan, the master sends the total, the limit, and the rate at
-which the scenario's prefills begin prompts.
+which the scenario's prefills can begin prompts.
 
 A gateway can therefore refuse a new request before it asks any instance. It refuses the request if
-the queue is full, or if the queue ahead takes longer than the request may wait. The waiting room,
-in which a gateway's requests wait, is ordered by deadline. So a refused request would have missed
-its deadline anyway. Counts older than `MAX_AGE_S` are ignored.
+the queue is full, or if the queue ahead takes longer than the request may wait. A gateway calls
+waiting requests of one priority and tenant by deadline, so the refused request would most likely
+have missed its deadline anyway. Counts older than `MAX_AGE_S` are ignored.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ class LegFinished(LegEvent):
 
 @dataclass(frozen=True, slots=True)
 class LegFailed(LegEvent):
-    """The instance has given up the leg and has released all its resources."""
+    """The instance has given up the leg and has released all resources of the leg."""
 
     error: MeshError
     is_retryable: bool = True
@@ -240,7 +240,7 @@ class SlotFreed:
 
 @dataclass(frozen=True, slots=True)
 class WaitRefused:
-    """The waiting room is full."""
+    """The waiting room is full, or another request has taken this request's place in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +360,7 @@ class LeaveRoom:
 class EnterQueue:
     """Count the request in the scenario's queue.
 
-    A prefill has rejected the request, and none has accepted it since.
+    All prefills of its plan have rejected the request, and no prefill has accepted it since.
     """
 
 

@@ -1,14 +1,13 @@
 """Puts waiting prompts of similar length into one batch (S90, S91).
 
-Some engines compute the prompts of a batch in lockstep, so that each takes as long as the longest
-one. Such an engine pads its prompts. Or the engines of a data-parallel domain (DP) each compute one
-prompt of the batch, and exchange data in every layer.
+Sometimes the prompts of a batch are computed in lockstep, so that each takes as long as the longest
+one. Either one engine pads them to equal length, or the engines of a data-parallel domain (DP) each
+compute one of them, and exchange data in every layer.
 
-A batch is chosen from the first w = max(DP size, |R|) prompts, where R are the waiting prompts, but
-from at most `MAX_WINDOW`. If these prompts fit into one batch, all are taken. Otherwise the batch
-with the least waste is taken. At most `max_passed` batches with later prompts may pass over a
-prompt. The prompt is then taken first. So it begins at most `max_passed` batches later than in the
-order of the queue.
+A batch is chosen from the whole queue (`window_size`), but at most from its first `MAX_WINDOW`
+prompts. If these prompts fit into one batch, all are taken. Otherwise the batch with the least
+waste is taken. At most `max_passed` batches with later prompts may pass over a prompt. The prompt
+is then taken first. So it begins at most `max_passed` batches later than in the order of the queue.
 """
 
 from __future__ import annotations

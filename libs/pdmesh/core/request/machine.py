@@ -133,7 +133,7 @@ class Request:
     _leg_began_at: int = field(default=0, init=False)  # tokens emitted before the active leg
     _silence: LegSilence = field(init=False)
     _deaths: Deaths = field(init=False)
-    # A prefill has rejected the request, and none has accepted it since.
+    # All prefills of a plan have rejected the request, and no prefill has accepted it since.
     _is_queued: bool = field(default=False, init=False)
     _last_error: MeshError | None = field(default=None, init=False)
     _deadline: float = field(default=math.inf, init=False)
@@ -394,7 +394,7 @@ class Request:
         return effects + self._lose(error, (), now)
 
     def _exclude_refusers(self, early: EarlyDecode) -> None:
-        """Exclude the decodes that refused from the next plan.
+        """Exclude from the next plan the decodes that failed or refused for good.
 
         Otherwise a master that does not know yet that a decode is dead would plan with it again and
         again, until the limit on migrations is reached.

@@ -61,7 +61,7 @@ class PoisonBook:
         return len(self._victims)
 
     def add(self, digest: bytes, victims: Iterable[Victim], now: float) -> None:
-        """Add instances that died with this prompt, whose request has got no token since."""
+        """Add instances that died with this prompt. Its request has got no token since."""
         known = self._get(digest, now)
         self._victims.pop(digest, None)
         self._victims[digest] = (known.union(victims), now + self.remember_s)

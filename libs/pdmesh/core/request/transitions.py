@@ -64,7 +64,7 @@ ENDED = RequestPhase.ENDED
 
 HAS_LEG: Final = frozenset({PREFILL_OFFERED, PREFILLING, DECODE_OFFERED, DECODING})
 WAITING: Final = frozenset({WAITING_PREFILL, WAITING_DECODE})
-# No prefill has accepted the request, or the prefill that accepted it is lost.
+# No prefill has accepted the request in its current attempt.
 UNPLACED: Final = frozenset({PLANNING, WAITING_PLAN, PREFILL_OFFERED, WAITING_PREFILL})
 
 Row = Mapping[type, frozenset[RequestPhase]]

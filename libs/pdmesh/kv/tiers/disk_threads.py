@@ -18,7 +18,11 @@ T = TypeVar("T")
 
 
 class NotTried(OSError):
-    """The call was not made, because the disk hangs or too many calls wait."""
+    """The call was not made.
+
+    Too many calls wait, `drop_waiting` dropped the call because the disk hangs, or the threads are
+    closed.
+    """
 
     def __init__(self) -> None:
         super().__init__(errno.EAGAIN, "not tried: the disk hangs, or too many calls wait for it")

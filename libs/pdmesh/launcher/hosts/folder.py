@@ -1,7 +1,10 @@
-"""The folder of one host, which `pdmesh hosts prepare` writes and `pdmesh up --host-folder` reads.
+"""The folder of one host (a machine of the mesh).
+
+`pdmesh hosts prepare` writes the folder, and `pdmesh up --host-folder` reads it:
 
     host.json          the host's name, what it runs, addresses, secrets
-    tls/ROLE/ID        the certificates of the host's processes, and of a viewer for commands
+    tls/ROLE/ID        the certificates of the host's processes, and one with the role `viewer` for
+                       commands on this host
 
 Hosts with servers also have:
 
@@ -98,7 +101,7 @@ class HostFolder:
 
     @property
     def of_commands(self) -> Path:
-        """The folder of the certificate for commands on this host, which may only read."""
+        """The folder of the certificate that commands on this host use. Its role may only read."""
         return folder_of(self.tls_dir, viewer_of(self.name))
 
     @property

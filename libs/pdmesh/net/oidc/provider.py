@@ -1,4 +1,4 @@
-"""Fetches the keys of an OpenID provider (OpenID Connect Discovery 4, RFC 7517)."""
+"""Fetches the keys of an OpenID provider (OpenID Connect Discovery 1.0, section 4; RFC 7517)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The types of answers with vectors or scores. A large answer is written in pieces."""
+"""The types of answers with vectors or scores. Embeddings are written in pieces."""
 
 from __future__ import annotations
 

@@ -52,8 +52,9 @@ HTTP_USER: Json = {"role": "user", "content": "Weather?"}
 THOUGHT = "<think>I look.</think>"
 FORM = '{"type":"object"}'
 
-# For each feature, the text that the model writes, and the fields other than the tools, first over
-# HTTP and then over gRPC.
+# For each feature: the text that the model writes, and the fields that are added to the common
+# request or replace its fields, first over HTTP (`asked_over_http`), then over gRPC
+# (`asked_over_grpc`).
 FEATURES: dict[str, tuple[str, Json, Json]] = {
     "calls": (f"{THOUGHT}Let me see. {CALL}\n{OTHER_CALL}", {}, {}),
     "no call": (f"{THOUGHT}Fine.", {}, {}),

@@ -76,9 +76,8 @@ def kv_bytes(
 ) -> int:
     """The bytes of KV that are sent for a prompt.
 
-    `block_bytes` is the size of a block over all layers.
-
-    `windows` are by layer. Without `windows`, every layer needs all tokens.
+    `block_bytes` is the size of a block over all layers. `windows` are by layer. Without `windows`,
+    every layer needs all tokens.
     """
     num_blocks = -(-num_tokens // block_size)
     if not windows:

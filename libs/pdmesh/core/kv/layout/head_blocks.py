@@ -1,10 +1,10 @@
 """Finds where each KV head's bytes lie in a layer's paged cache, and in which order they are sent.
 
-Engines order the tokens and heads of a block differently. K and V may have a dimension of their
-own, or V may follow K in the content of each token. A transfer sends a layer's bytes in the order
-[head][block][K or V][token][content], so that any run of heads is contiguous. Two caches may
-exchange blocks if the dimensions of a head's block have equal sizes in that order. The strides of
-the caches may differ.
+Engines order the tokens and heads of a block differently. The values of one head and token are
+called content here. K and V may have a dimension of their own, or V may follow K in the content. A
+transfer sends a layer's bytes in the order [head][block][K or V][token][content], so that any run
+of heads is contiguous. Two caches may exchange blocks if the dimensions of a head's block have
+equal sizes in that order. The strides of the caches may differ.
 """
 
 from __future__ import annotations

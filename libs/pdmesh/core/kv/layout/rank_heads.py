@@ -4,8 +4,8 @@ Prefill (the source) and decode (the destination) may have different numbers of 
 consecutive KV heads of the model, or a copy of one head that other ranks hold too. A destination
 pulls each head that it needs from one source. With equal numbers of ranks, rank i pulls only from
 rank i. A source whose copies are not needed gets a pull without heads. This empty pull tells the
-source that it may release its buffer. Without it, the source would keep the buffer until the lease
-of the KV ends.
+source that it may release its buffer. Without it, the source would keep the buffer until the
+ticket's lease ends.
 """
 
 from __future__ import annotations

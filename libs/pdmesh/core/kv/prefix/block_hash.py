@@ -1,11 +1,11 @@
 """Names a KV block by a keyed, chained 128-bit hash of all tokens up to the block's end (S80).
 
 Blocks with equal names are taken to have equal KV. A collision, even a deliberate one, would let
-two tenants share KV, so each block is hashed with BLAKE2b under a secret key. The key is the root
-of the chain. The root depends on the tenant, on a salt that the client may send, on the content of
-a LoRA adapter, and on the model fingerprint. The fingerprint covers the model, its dtype, the block
-size and the layout. The name of a block also depends on the images that begin before the block's
-end.
+two tenants share KV, so each block is hashed with BLAKE2b under a secret key, the root of the
+chain. The root is derived from the mesh's secret, the tenant, a salt that the client may send, the
+content of a LoRA adapter, and the model fingerprint. The fingerprint covers the model, its dtype,
+the block size and the layout. The name of a block also depends on the images that begin before the
+block's end.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 HASH_BYTES = 16
-# The position of an image's first token in the prompt, and the image's digest.
+# The position of an image's first token among the tokens, and the image's digest.
 ImageAt = tuple[int, bytes]
 _IMAGE: Final = b"image"
 
 
 def token_array(token_ids: Iterable[int]) -> array[int]:
-    """Token ids as an array of uint32, the form in which the mesh sends them."""
+    """Token ids as an array of uint32."""
     return array("I", token_ids)
 
 
@@ -53,8 +53,8 @@ def tenant_root(
 ) -> bytes:
     """The key for the block names of one tenant under one model.
 
-    `secret` is the deployment's secret key. `adapter` is the digest of the LoRA adapter that
-    changes the model, or empty.
+    `secret` is the mesh's secret. `adapter` is the digest of the LoRA adapter that changes the
+    model, or empty.
     """
     parts = (tenant, salt, model_fingerprint, *((adapter,) if adapter else ()))
     message = b"".join(len(p.encode()).to_bytes(4, "little") + p.encode() for p in parts)

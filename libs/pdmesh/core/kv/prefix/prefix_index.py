@@ -140,8 +140,8 @@ class SnapshotLoad:
     def step(self, max_blocks: int) -> DeltaOutcome | None:
         """Load or drop at most `max_blocks` blocks. None means that more steps are needed.
 
-        STALE means that the instance is gone, or that a later snapshot replaced this one. GAP means
-        that deltas after the snapshot are still missing.
+        STALE means that the instance is gone, or that the load of another snapshot has begun. GAP
+        means that deltas after the snapshot are still missing.
         """
         if self.holder.load is not self:
             return DeltaOutcome.STALE
@@ -223,7 +223,10 @@ class PrefixIndex:
         return len(engine) + len(host)
 
     def apply(self, delta: IndexDelta) -> DeltaOutcome:
-        """Apply a delta. After GAP, the delta waits until the gap is filled or a snapshot comes."""
+        """Apply a delta, or keep it until it can be applied.
+
+        GAP means that deltas are still missing, before this one or before a kept one.
+        """
         self.sweep(_SWEPT_WITH_A_DELTA)
         holder = self._holder_for(delta.instance_id, delta.incarnation)
         if holder is None or delta.sequence <= holder.sequence:
@@ -368,16 +371,17 @@ class PrefixIndex:
         return PeerRuns(tuple(runs))
 
     def pin(self, names: frozenset[bytes]) -> None:
-        """Evict blocks with these names only if there are no others to evict.
+        """Evict blocks with these names only if the clock's hand finds no other unused block.
 
-        The names replace the names of the last call.
+        The hand looks for one round. The names replace the names of the last call.
         """
         self._pinned = names
 
     def take_forgotten(self) -> list[IndexDelta]:
-        """The blocks that were evicted since the last call, per instance, for copies of this index.
+        """The blocks that were evicted since the last call, per instance.
 
-        Each returned delta has the `sequence` of the last delta that was applied for its instance.
+        Copies of this index must drop these blocks, too. Each returned delta has the `sequence` of
+        the last delta that was applied for its instance.
         """
         forgotten, self._forgotten = self._forgotten, {}
         return [
@@ -595,7 +599,7 @@ class PrefixIndex:
             row, name = self._hand, self._names[self._hand]
             if name is not None and not self._is_used[row]:
                 if name not in self._pinned or row == first_pinned:
-                    break  # if row == first_pinned, the hand went round and found only pinned rows
+                    break  # row == first_pinned: in a round, all other rows were pinned or used
                 first_pinned = row if first_pinned < 0 else first_pinned
             self._is_used[row] = 0
             self._hand = (row + 1) % len(self._names)

@@ -47,7 +47,7 @@ class _Wanted:
 
 @dataclass(slots=True)
 class Repairs:
-    """The snapshots that are wanted. All times are seconds of one monotonic clock.
+    """Tracks whose snapshots are still needed. All times are seconds of one monotonic clock.
 
     `settle_s` is the wait before a snapshot is requested. In this time the missing change may still
     arrive.
@@ -98,7 +98,7 @@ class Repairs:
         return min((w.due for w in self._wanted.values() if not w.is_in_flight), default=None)
 
     def since(self) -> Iterable[tuple[str, float]]:
-        """Instances whose snapshot is wanted, and since when."""
+        """The instances whose snapshots are still needed, and since when."""
         return [(i, w.since) for i, w in self._wanted.items()]
 
     def check_invariants(self) -> None:

@@ -3,8 +3,8 @@
 A disk that is full, read-only, broken or hanging is not used, but tried again later. After a failed
 write, writing is off: one write per interval is allowed as a probe, until a probe succeeds. After
 several failed reads in a row, reading is off in the same way. The intervals double up to a bound.
-An operation that makes no progress for `hang_s` turns off reading or writing at once. While it
-hangs, no probe is allowed, because the probe would hang as well.
+A read that makes no progress for `hang_s` turns off reading at once, and such a write turns off
+writing. While it hangs, no probe is allowed, because the probe would hang as well.
 """
 
 from __future__ import annotations

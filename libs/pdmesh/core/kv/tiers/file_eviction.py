@@ -23,7 +23,7 @@ _AGE_STEP_S: Final = 0.05
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A block's file. `used_at` is wall-clock time in seconds, because hosts share the files."""
+    """A block's file. `used_at` is wall-clock time in seconds, because machines share them."""
 
     path: Path
     num_bytes: int

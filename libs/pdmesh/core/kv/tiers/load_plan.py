@@ -1,4 +1,4 @@
-"""Decides which blocks of a prompt are loaded from which tier, and if that saves time (S76, S106).
+"""Decides which blocks of a prompt are loaded from which tier, so that it saves time (S76, S106).
 
 A tier is a place for KV: host memory, the host memory of peers, or files. The blocks to load are an
 unbroken run of the prompt's blocks, which begins with the first block that the engine lacks. Each
@@ -72,10 +72,10 @@ def plan_load(
     recompute_block_s: float,
     min_saved_s: float = 0.0,
 ) -> LoadPlan:
-    """Which of the blocks `first` to `num_blocks - 1` to load, if it saves at least `min_saved_s`.
+    """Choose the blocks to load out of the blocks `first` to `num_blocks - 1`.
 
-    If several run lengths save equally much, the longest is chosen, since it leaves the engine's
-    compute to other requests.
+    The plan is empty if loading saves less than `min_saved_s`. If several run lengths save equally
+    much, the longest is chosen, since it leaves the engine's compute to other requests.
     """
     ranked = sorted(sources, key=lambda s: (s.cost.block_s, s.cost.latency_s, _ORDER[s.tier]))
     chosen: list[int] = []  # by position from `first`, an index into `ranked`

@@ -16,8 +16,8 @@ OWNER_BYTES: Final = 8
 def owner_of(cache_salt: str) -> bytes:
     """A digest of the owner's `cache_salt`.
 
-    In the mesh, a block's `cache_salt` is the key under which block names are hashed, in hex.
-    The key itself must never be written. For a hold, `cache_salt` is a digest of the tenant.
+    In the mesh, a block's `cache_salt` is the key under which block names are hashed, in hex. The
+    key itself must never be written to disk. For a hold, `cache_salt` is a digest of the tenant.
     """
     return hashlib.blake2b(
         cache_salt.encode(), digest_size=OWNER_BYTES, person=b"pdmesh-kv"

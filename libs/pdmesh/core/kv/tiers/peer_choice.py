@@ -1,9 +1,9 @@
 """Decides from which peers' host pools an instance may fetch a prompt's blocks.
 
 A host pool has KV blocks in host memory. The kv-cache-index names the peers, and may be out of
-date. So it must name the incarnation (process life) that the peer has in the registry. The peer
-must be in the region to which the instance's KV is confined, and must not have sent corrupt KV.
-`load_plan.py` decides whether fetching is faster than computing.
+date. So a peer is asked only if the index names the incarnation (one life of an instance) that the
+peer has in the registry. The peer must be in the region to which the instance's KV is confined, and
+must not have sent corrupt KV. `load_plan.py` decides whether fetching is faster than computing.
 """
 
 from __future__ import annotations

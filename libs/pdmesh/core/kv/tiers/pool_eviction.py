@@ -123,9 +123,9 @@ class PoolBook:
         return entry.slot
 
     def unpin(self, name: bytes, is_use: bool = True) -> None:
-        """End one reading of the block. `is_use` means that the block served a request.
+        """End one reading of the block, after which it is the most recently used one.
 
-        If so, the block becomes the most recently used one, and is evicted only after new blocks.
+        `is_use` means that the block served a request. If so, the block becomes protected.
         """
         entry = self._entries[name]
         assert entry.pins > 0, "unpinned more often than pinned"
@@ -175,10 +175,10 @@ class PoolBook:
             self._enter_idle(name, entry)
 
     def touch(self, names: Sequence[bytes]) -> None:
-        """Record a use of all these blocks, which are consecutive blocks of one prompt.
+        """Make these blocks, which are consecutive in one prompt, the most recently used ones.
 
-        The prompt's first block becomes the most recently used one, so the prompt's end is evicted
-        before its beginning.
+        The first of them becomes the most recent, so the prompt's end is evicted before its
+        beginning. No block becomes protected or kept.
         """
         for name in reversed(names):
             if name in self._probation:
@@ -219,9 +219,8 @@ class PoolBook:
     def retire(self, session: str, names: Sequence[bytes]) -> None:
         """Evict a session's blocks before all others, because the session is done.
 
-        The end of a prompt is evicted before its beginning.
-
-        Blocks that are kept or fixed, or that another session holds, are not changed.
+        The end of a prompt is evicted before its beginning. Blocks that are kept or fixed, or that
+        another session holds, are not changed.
         """
         self.resume(session)
         for name in names:

@@ -1,9 +1,9 @@
 """Decides which KV blocks are held for a paused session, where, and how many (S108).
 
 A session is a chat that stops for a tool call and continues later. A hold keeps one KV block for
-one session: until the hold's time is over, the instance's pool evicts the block last. Holds are
-bounded for the pool and for each owner (a tenant). A session that pauses beyond the bound holds
-nothing.
+one session: until the hold's time is over, the instance's pool evicts the block last. The number of
+holds is bounded for the pool and for each owner (a tenant). Blocks beyond these bounds are not
+held.
 
 A session may name blocks that are not stored yet. The session awaits these blocks, within bounds of
 the same size. When such a block is stored, it is held if there is room.
@@ -117,7 +117,7 @@ def held_blocks(
 
 @dataclass(slots=True)
 class _Budget:
-    """Counts the places that are taken, in all and by owner."""
+    """Counts holds, or awaited blocks, against the bounds `most` and `most_of_owner`."""
 
     most: int
     most_of_owner: int
@@ -128,7 +128,7 @@ class _Budget:
         return self.num < self.most and self.num_of.get(owner, 0) < self.most_of_owner
 
     def take(self, owner: bytes) -> bool:
-        """Take a place. False if there is none."""
+        """Count one more for the owner. False if a bound is reached."""
         if not self.has_room(owner):
             return False
         self.num += 1

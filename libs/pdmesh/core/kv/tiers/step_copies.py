@@ -1,9 +1,11 @@
 """Decides which blocks a step of the engine loads from the host pool, and which it saves there.
 
-The host pool has KV blocks in host memory. First, `load_plan.py` decides which blocks of a prompt
-are worth having in the pool. The prompt then comes with a lease on these blocks, which every rank
-has pinned in its pool. The step that begins the prompt loads the blocks that the engine lacks. A
-step saves every block that it completes, because vLLM reports evictions too late for saving. The
+The host pool has KV blocks in host memory. Before a prompt reaches the engine, `load_plan.py`
+decides which of its blocks are loaded instead of computed. The prompt then comes with the right to
+load these blocks (here called a lease). Until the lease ends, no rank evicts the blocks from its
+pool. The step that begins the prompt loads the blocks that the engine lacks.
+
+A step saves every block that it completes, because vLLM reports evictions too late for saving. The
 events come from vLLM's scheduler. The ranks (the engine's workers) carry out the decisions
 (`tier_worker.py`).
 """
@@ -126,7 +128,8 @@ class StepCopyPlanner:
     def allocated(self, key: str, block_ids: BlockLists, num_external_tokens: int) -> None:
         """The request has its blocks, and the load follows in the same step.
 
-        A lease is used once. If vLLM asks again for the request, there is no lease.
+        A lease is used once. If vLLM later asks for the request's external tokens again, for
+        example after a preemption, the answer is 0.
         """
         offer = self._offers.pop(key, None)
         if offer is None:
@@ -148,7 +151,8 @@ class StepCopyPlanner:
         chain = self._chains.get(key)
         if chain is None:
             return
-        # Draft tokens are scheduled but are not in `tokens`. Only known tokens have a name.
+        # Draft tokens are scheduled but are not in `tokens`. A block has a name only when all its
+        # tokens are known.
         known = min(num_computed_tokens + num_scheduled_tokens, len(chain.tokens))
         num_full = known // self._block_size
         if num_full <= chain.num_saved:
@@ -181,9 +185,10 @@ class StepCopyPlanner:
 def _from(
     block_ids: BlockLists, first: int, end: int, who: Callable[[Iterable[bool]], bool]
 ) -> BlockIds:
-    """By group, the ids of the blocks below `end`, from the first block that is held.
+    """The ids of the blocks from `first` to `end - 1`, by group, without leading missing blocks.
 
-    `who` is `any` or `all`: whether the first block must be held by one group or by all groups.
+    `who` is `any` or `all`. With `any`, a block is missing if its id is `NULL_BLOCK` in all groups,
+    and with `all`, if its id is `NULL_BLOCK` in at least one.
     """
     rows = list(zip(*(ids[first:end] for ids in block_ids), strict=True))
     held = [who(i != NULL_BLOCK for i in row) for row in rows]

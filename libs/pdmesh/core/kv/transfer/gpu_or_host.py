@@ -3,9 +3,11 @@
 An arena is memory that is registered once for KV transfers. If the arena is on the GPU, UCX moves
 KV past the host: by cuda_ipc to another GPU of the same machine, or by GPUDirect over RDMA to
 another machine. If UCX can do neither, the arena is in page-locked host memory, and the GPU's copy
-engines fill and empty it. UCX itself would copy an arena on the GPU through host memory in small
-pieces, while the KV agent, which moves a rank's KV, waits. If `REQUIRE_RDMA` is set, an instance
-fails at its start if it would have to use tcp, or host memory for lack of a direct path.
+engines fill and empty it. If the arena were on the GPU, UCX itself would copy the KV through host
+memory in small pieces, and the KV agent, which moves a rank's KV, would wait.
+
+If `REQUIRE_RDMA` is set, an instance fails at its start if UCX finds no RDMA, if KV would not leave
+this machine, or if a GPU's KV would go through host memory for lack of a direct path.
 """
 
 from __future__ import annotations

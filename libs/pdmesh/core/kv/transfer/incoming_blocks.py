@@ -57,7 +57,7 @@ class _Load:
     started: float
     landings: set[int]  # offsets of the ranges that may still be written
     awaits_token: bool
-    has_blocks: bool  # the blocks have been neither completed nor released
+    has_blocks: bool  # the blocks are neither given to the engine nor released yet
     is_begun: bool = False
     is_over: bool = False  # the pull has ended, or will never begin
     num_scattering: int = 0

@@ -157,7 +157,7 @@ class Scatter:
 
 @dataclass(frozen=True, slots=True)
 class ReportLoad:
-    """Report the outcome of a load, once, unless the load was cancelled.
+    """Report the outcome of a load, once, unless it was cancelled or has no blocks.
 
     `waited_s` is the time in which only bytes were missing: from the moment at which prefill was
     done and the load's turn had come, until the end. It is 0 if there was no such moment.
@@ -178,7 +178,7 @@ class CompleteLoad:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseBlocks:
-    """Give the blocks to other requests, because nothing is written into them any more."""
+    """Free the blocks for other requests, because nothing is written into them any more."""
 
     leg: int
 

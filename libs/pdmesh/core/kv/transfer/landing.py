@@ -3,8 +3,8 @@
 A pull transfers one prompt's KV. Its landing is the range of memory that the pull writes to. The
 sender announces each part of the pull. The part's bytes come with the announcement (inline), or
 through a receive that is posted after it. A posted receive can write at any time until its bytes
-arrive or the connection ends. So the landing of a pull that ended early stays taken until every
-announced part has arrived and the sender announces no more.
+arrive or the connection ends. So the landing of a pull that ended early stays taken until the
+connection ends, or until every announced part has arrived and the sender announces no more.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class LayerOrder:
     without_hook: Collection[int] = frozenset()
     _told: dict[int, None] = field(default_factory=dict)  # layers whose hook was called, in order
     _last: int = -1  # the layer whose hook was called last in this step
-    _num_done: int = 0  # how many layers, from the first on, this step has returned
+    _num_done: int = 0  # how many layers, from the first on, `told` has returned in this step
     _is_shown: bool = False  # in one whole step, all hooks were called in order
     _is_broken: bool = False  # in some step, hooks were called in another order
 

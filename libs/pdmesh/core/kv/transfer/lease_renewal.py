@@ -1,9 +1,8 @@
 """Decides when a receiver renews the tickets of pulls that have not started.
 
-A ticket is the right to pull one prompt's KV from its sender, for the length of a lease. This
-module decides about tickets whose pull waits for its turn. Renewals are a third of a lease apart.
-They end at a set time, so that the sender can free the KV even if the receiver forgets the ticket.
-`receiver.py` renews the tickets of pulls that run.
+A ticket is the right to pull one prompt's KV from its sender, for the length of a lease. Renewals
+are a third of a lease apart. They end at a set time, so that the sender can free the KV even if the
+receiver forgets the ticket. `receiver.py` renews the tickets of pulls that run.
 """
 
 from __future__ import annotations

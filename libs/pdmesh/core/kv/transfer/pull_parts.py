@@ -25,7 +25,7 @@ INLINE_BYTES: Final = 64 << 10  # a part of at most this size is sent inside its
 # Parts that are ready at the same time are sent as one, up to this size. A part costs both sides a
 # round trip and 0.1 to 0.2 ms, which is more than the checksum of the joined bytes costs.
 JOINED_BYTES: Final = 1 << 20
-_FEW_INLINE: Final = 4  # a prompt that fits so many inline parts is sent only in inline parts
+_FEW_INLINE: Final = 4  # a prompt that fits into so many inline parts is sent only in inline parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ def pull_parts(
     """Cut a pull of the blocks from `first_block` on into parts. `heads` is (first, number).
 
     A part consists of whole layers, as many as fit `chunk_bytes`. A longer layer is cut into parts
-    of whole blocks, at least one block each. If `is_tapered`, parts become smaller towards the end
-    of the pull, so that little is left to send when the last layer is computed. A pull of no blocks
-    has one empty part. Raises IndexError if the blocks or heads are outside the layout.
+    that have at least one block of one head each. If `is_tapered`, parts become smaller towards the
+    end of the pull, so that little is left to send when the last layer is computed. A pull of no
+    blocks has one empty part. Raises IndexError if the blocks or heads are outside the layout.
     """
     first_head, num_heads = heads or (0, layout.num_heads)
     if not 0 <= first_block <= layout.num_blocks:
@@ -135,7 +135,8 @@ def _even(sizes: Sequence[int], chunk_bytes: int, most: int) -> list[int]:
 def _tapered(count: int, most: int, num_inline: int) -> list[int]:
     """Where to cut `count` layers.
 
-    Each part has half of the layers that are left, but at least an eighth of all.
+    Each part has half of the layers that are left, but at least an eighth of all and at most
+    `most`.
 
     A part that is not inline takes a round trip, however small it is. If several layers can be sent
     inline, they form the last part, and every other part has at least a quarter of all layers. So

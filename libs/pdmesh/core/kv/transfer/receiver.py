@@ -7,9 +7,9 @@ receiver asks the sender to stop. The pull is then drained, which means that the
 until no late write can reach the landing (`landing.py`).
 
 A pull also fails if no bytes came for `stall_s`. This detects a cut link long before the deadline,
-but lets a slow link use all of the time. If bytes are still missing STOP_S after this failure, the
-connection is aborted, because the sender may be frozen and not only slow. A pull that is given up
-has at most PULL_DRAIN_S to drain, even if its deadline is minutes away.
+but lets a slow link use all of the time. If bytes are still missing STOP_S after the deadline or
+after this failure, the connection is aborted, because the sender may be frozen and not only slow.
+For a pull that failed or was given up, the deadline is at most PULL_DRAIN_S away.
 
 An abort must not end other pulls. While other pulls still expect bytes on the connection, the
 connection is retired instead: it takes no new pull, and is aborted after its last pull. But if no

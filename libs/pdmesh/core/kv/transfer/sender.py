@@ -1,4 +1,4 @@
-"""Decides which peer may pull which bytes of a ticket, and when those bytes may be reused.
+"""Decides which peer may pull which bytes of a ticket, and when their memory may be reused.
 
 A ticket is the right to pull one prompt's KV from a range of the sender's memory. First the engine
 writes layers into this range. The writing ends only when the engine reports the last layer or
@@ -64,7 +64,7 @@ _Key = tuple[int, int]  # peer, pull
 class _Pull:
     """One reader of a ticket's range. The first `num_announced` of its parts were announced.
 
-    Sends of `num_in_flight` parts are reading the range now.
+    `num_in_flight` sends are reading the range now. A send has one part, or several joined ones.
     """
 
     parts: tuple[KvPart, ...]
@@ -351,7 +351,10 @@ class TicketBook:
         return effects
 
     def _is_alive(self, peer: int, ticket: _Ticket, now: float) -> bool:
-        """Whether the peer takes or renews any ticket, so that its sends may still end."""
+        """Whether the peer was heard within a lease, and a lease of the ticket is still possible.
+
+        Then its sends may still end.
+        """
         return now < min(self._heard_at[peer] + ticket.lease_s, ticket.last_lease_ends)
 
     def _close(self, ticket_id: str, reason: CloseReason) -> list[SenderEffect]:

@@ -2,16 +2,16 @@
 
 A source is a prefill whose KV a decode pulls. A decode *ejects* a source whose KV was corrupt three
 times within a minute, because no token may be computed from corrupt KV. It *avoids* a source after
-two failed pulls in a row within 30 s, or after three slow pulls within ten minutes. It uses an
-avoided source only if there is no other. A pull is slow if the wait for its KV took more than a
-second, and more than twice as long as computing the KV. A pull that was faster than computing sets
-the count of slow pulls to zero. After an exclusion for slow pulls, one more slow pull excludes the
-source again.
+two pulls within 30 s that could not reach the source, without a good pull between them, or after
+three slow pulls within ten minutes. It uses an avoided source only if there is no other. A pull is
+slow if the wait for its KV took more than a second, and more than twice as long as computing the
+KV. A pull that was faster than computing sets the count of slow pulls to zero. After an exclusion
+for slow pulls, one more slow pull excludes the source again.
 
 The link between a source and a decode may be bad although both instances are well. So another pair
 is tried. If there is none, one instance computes both phases. Only a new pull can show that the
-fault is over. Therefore each exclusion ends after a time, or with the source's incarnation (its
-process life). A source that two decodes eject is ejected by all decodes.
+fault is over. Therefore each exclusion ends after a time, or with the source's incarnation (one
+life of the instance). A source that two decodes eject is ejected by all decodes.
 """
 
 from __future__ import annotations
@@ -292,8 +292,8 @@ class KvExchange:
     def of_silent(self, num_decodes: int) -> SourceExclusions | None:
         """The exclusions of a decode without reports. None if all `num_decodes` may have reported.
 
-        Every other decode excludes at least these sources. A caller that wants the best fit for a
-        prefill therefore need not look at each decode.
+        Every decode with reports excludes at least these sources, too. So no decode fits a prefill
+        better than a decode without reports does.
         """
         return self._others if num_decodes > len(self._of) else None
 

@@ -12,7 +12,7 @@ from pdmesh.engine.vllm.child.startup import build, engine_config, missing_libra
 from pdmesh.engine.vllm.host.stats import SchedulerView
 from pdmesh.errors import EngineFailed, EngineMisconfigured
 
-pytestmark = pytest.mark.filterwarnings("default")  # vLLM itself raises these warnings
+pytestmark = pytest.mark.filterwarnings("default")  # importing vLLM gives warnings
 # The error text of transformers has several lines, and the first one is empty.
 TORCHVISION = """
 Qwen2VLVideoProcessor requires the Torchvision library but it was not found in your environment.
@@ -43,7 +43,10 @@ def test_it_ends_the_start_as_other_causes_do(monkeypatch: pytest.MonkeyPatch) -
 
 
 class _Arguments(BaseModel):
-    """Like vLLM's configurations, pydantic checks each field and then the whole."""
+    """Stands in for vLLM's arguments.
+
+    Pydantic checks the fields, and `create_engine_config` then checks the arguments as a whole.
+    """
 
     seed: int = 0
     block_size: int = 16

@@ -130,10 +130,11 @@ class ReplayingHolder(ThinkingBudgetStateHolder):
         state["force_index"] = []
 
     def _telling(self, state: dict[str, Any], drawn: Sequence[int]) -> Iterator[int]:
-        """Yields the numbers of drawn tokens after which vLLM's rule must look at the answer.
+        """Yields each length n such that vLLM's rule must see the first n drawn tokens.
 
-        The rule must look at each token at which it does more than count down, and at the token
-        before that one.
+        At most tokens, the rule only counts down, so they are skipped. At a mark and at the end of
+        the budget, the rule does more. It must see the answer up to such a token, and also up to
+        the token before.
         """
         begins, ends = self.think_start_token_ids, self.think_end_token_ids
         num = 0
