@@ -371,7 +371,7 @@ class PrefixIndex:
         return PeerRuns(tuple(runs))
 
     def pin(self, names: frozenset[bytes]) -> None:
-        """Evict blocks with these names only if the clock's hand finds no other unused block.
+        """Evict blocks with these names only if all blocks have such names.
 
         The hand looks for one round. The names replace the names of the last call.
         """
@@ -593,14 +593,21 @@ class PrefixIndex:
             self._drop(row, holder.bits[rank], rank)
 
     def _next_victim(self) -> int:
-        """Find the row to evict, and move the hand past it, because a new block takes this row."""
-        first_pinned = -1
+        """Find the row to evict, and move the hand past it, because a new block takes this row.
+
+        A pinned row is evicted only if the hand has passed it twice. The first pass finds all other
+        rows used and clears their marks. If the second pass finds none of them, all are pinned.
+        """
+        first_pinned, num_passes = -1, 0
         while True:
             row, name = self._hand, self._names[self._hand]
             if name is not None and not self._is_used[row]:
-                if name not in self._pinned or row == first_pinned:
-                    break  # row == first_pinned: in a round, all other rows were pinned or used
+                if name not in self._pinned:
+                    break
                 first_pinned = row if first_pinned < 0 else first_pinned
+                num_passes += row == first_pinned
+                if num_passes > 2:
+                    break
             self._is_used[row] = 0
             self._hand = (row + 1) % len(self._names)
         self._hand = (row + 1) % len(self._names)

@@ -202,6 +202,17 @@ def test_names_that_are_pinned_are_forgotten_last() -> None:
     index.check_invariants()
 
 
+@pytest.mark.req("S78")
+def test_a_pinned_name_outlasts_a_name_that_was_asked_for_but_not_pinned() -> None:
+    index = PrefixIndex(max_blocks=10)
+    index.pin(frozenset(chain(3)))
+    index.apply(IndexDelta("p0", 1, 1, stored=chain(10)))
+    index.match(chain(7, start=3))  # now only the pinned names are unused
+    index.apply(IndexDelta("p0", 1, 2, stored=chain(1, start=50)))
+    assert index.match(chain(3)) == {"p0": 3}
+    index.check_invariants()
+
+
 def test_a_bound_of_one_block_holds() -> None:
     index = PrefixIndex(max_blocks=1)
     for sequence in range(1, 50):
