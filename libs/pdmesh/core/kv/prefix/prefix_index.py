@@ -373,7 +373,7 @@ class PrefixIndex:
     def pin(self, names: frozenset[bytes]) -> None:
         """Evict blocks with these names only if all blocks have such names.
 
-        The hand looks for one round. The names replace the names of the last call.
+        The names replace the names of the last call.
         """
         self._pinned = names
 
