@@ -133,7 +133,7 @@ class FaultWatch:
         return self._outliers.is_idle(record.instance_id, record.incarnation)
 
     def counts(self) -> Iterable[tuple[float, dict[str, str]]]:
-        """The numbers of faulty instances, by level and by the reason why no action is taken."""
+        """The numbers of faulty instances, by level and by what holds the action back."""
         current = self.judge.current()
         keys = {(int(j.level), j.held_back) for j in current}
         for level, held_back in sorted(keys):

@@ -1,9 +1,9 @@
 """Copies the index of KV blocks from memory to Redis, so that a restarted process can load it.
 
-Normally, each delta (a change of one instance's blocks) is written as it arrives. In two cases all
-blocks of the instance are written instead: after a failed write, and if too many deltas wait. Redis
-also stores a random epoch. If the epoch has changed, Redis was wiped, and all instances are written
-(F14, F15).
+Normally, each delta (a change of one instance's blocks) is written as it arrives. All blocks of the
+instance are written instead if a snapshot replaced them, if a write failed, or if too many deltas
+wait. Redis also stores a random epoch. If the epoch has changed, Redis was wiped, and all instances
+are written (F14, F15).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RedisMirror:
 
     @property
     def is_store_up(self) -> bool:
-        """False after a failed call, until a call succeeds."""
+        """False after `run` failed to reach Redis, until it has written everything that waits."""
         return self._is_store_up
 
     @property
@@ -115,7 +115,9 @@ class RedisMirror:
                     await self._wake.wait()
 
     async def _look(self) -> None:
-        """Check whether Redis was wiped or replaced. If so, write all instances."""
+        """Check whether Redis was wiped or replaced since the last call. If so, and at the first
+        call, mark all instances to be written.
+        """
         epoch = await self._store.epoch(secrets.token_hex(8))
         if epoch != self._epoch:
             if self._epoch:

@@ -188,7 +188,7 @@ class MoveLoop:
     def _own(self, scenario: str, epoch: int) -> Groups:
         """The groups with prefills and decodes, of all scenarios.
 
-        Raises CannotMove if no group serves `scenario`.
+        Raises CannotMove if no group serves `scenario`, or if this leader cannot act now.
         """
         if self._groups.current is None or epoch != self._epoch:
             raise CannotMove(self._groups.paused or "this master has not examined the groups yet")

@@ -50,7 +50,7 @@ log = structlog.get_logger(__name__)
 _TICK_S: Final = 1.0
 _AUTHOR: Final = "master-scheduler"
 _FAULTY_STEPS: Final = frozenset({"lost", "failed"})  # steps that a bad revision may cause
-_OF_HARDWARE: Final = ("DEVICE_", "NODE_")  # prefixes of faults that no revision causes
+_OF_HARDWARE: Final = ("DEVICE_", "NODE_")  # prefixes of a fault's reasons that no revision causes
 
 
 class Plans(Protocol):
