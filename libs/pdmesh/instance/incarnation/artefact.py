@@ -3,7 +3,7 @@ S20).
 
 An artefact is a model made ready for one role, in a folder with a manifest. The manifest names the
 role, each file with its hash, and the engine's settings for which the artefact was made. Prefill
-and decode have different artefacts, and an instance refuses an artefact of the other role. The
+and decode have different artefacts, and an instance refuses an artefact of another role. The
 manifest's `revision` is a hash over the files and the settings that change the bytes of KV. So the
 two artefacts of one model have the same revision, and an upgraded model has another one.
 """
