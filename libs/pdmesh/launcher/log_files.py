@@ -1,7 +1,7 @@
 """The log files of the launcher's child processes, and their bound in size.
 
-Each child appends to its own file, so a busy launcher never blocks a child. The launcher copies a
-file that is too large to `<name>.log.1`, and truncates it. The child then continues at the start of
+Each child appends to its own file, so a busy launcher never blocks a child. If a file is too large,
+the launcher copies it to `<name>.log.1` and truncates it. The child then continues at the start of
 the file.
 """
 

@@ -70,9 +70,9 @@ class MeshFailed(Exception):
 class Mesh:
     """The processes of a mesh, and their addresses.
 
-    The names of processes are prefill-0, decode-0, fusion-0, gateway-0, master-scheduler,
-    master-scheduler-1, kv-cache-index, health-monitor, nats, valkey. In a mesh with regions, the
-    region comes first: eu-prefill-0, eu-gateway-0, eu-master-scheduler.
+    Names of processes are, for example, prefill-0, gateway-0, master-scheduler, master-scheduler-1,
+    kv-cache-index, nats, valkey. In a mesh with regions, the names of instances, gateways and
+    masters begin with the region: eu-prefill-0, eu-master-scheduler.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Mesh:
     async def __aenter__(self) -> Self:
         """Start all processes and wait until they are ready.
 
-        Raises `MeshFailed`, `MeshRunning`, `PortTaken`.
+        Raises `MeshFailed`, `MeshRunning`, `PortTaken`, `BadHostFolder`.
         """
         try:
             await self._start()

@@ -29,7 +29,7 @@ async def is_live(ops_address: str) -> bool:
 
 
 async def _get(address: str, path: str) -> tuple[int, bytes] | None:
-    """Send one HTTP request. Returns the status and the body, or None if no answer is complete."""
+    """Send one HTTP request. Returns the status and the body, or None without a complete answer."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(_PROBE_S):

@@ -1,8 +1,8 @@
 """Starts, stops and restarts the child processes of a launcher.
 
 `core.control.restart_policy` decides when a process is restarted or given up. When a process dies,
-all processes of its session are killed, so that a restarted process never meets children of the
-dead one. An error in a callback does not affect the supervisor.
+its process group is killed, so that a restarted process never meets children of the dead one. An
+error in a callback does not affect the supervisor.
 """
 
 from __future__ import annotations
