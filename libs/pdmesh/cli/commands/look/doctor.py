@@ -130,7 +130,7 @@ def _healths(seen: status.Status) -> dict[str, str]:
 
 
 async def _ahead_s(bus: NatsBus) -> dict[str, float]:
-    """The seconds by which each instance's clock is ahead of ours, by its heartbeats."""
+    """The seconds by which each process's clock is ahead of ours, by its heartbeats."""
     ahead: dict[str, float] = {}
 
     async def on_heartbeat(message: Message) -> None:
