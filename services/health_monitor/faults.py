@@ -1,9 +1,9 @@
 """Finds out which instances are faulty, and publishes a report on each.
 
-Instances, node agents and canary probes report signals, for example a device error. The core
-`FaultJudge` turns signals into verdicts. Each verdict becomes a report on the fault board, a
-key-value bucket in NATS that masters and gateways read. If a write fails, the next tick repeats it.
-After an outage of NATS, all reports are written again.
+Signals, for example a device error, come from instances, node agents, canary probes and outlier
+detection. The core `FaultJudge` turns signals into verdicts. Each verdict becomes a report on the
+fault board, a key-value bucket in NATS that masters and gateways read. If a write fails, the next
+tick repeats it. After an outage of NATS, all reports are written again.
 """
 
 from __future__ import annotations

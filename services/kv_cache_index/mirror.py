@@ -79,10 +79,10 @@ class RedisMirror:
         self._wake.set()
 
     async def restore(self, incarnations: dict[str, int]) -> int:
-        """Load the blocks of the given instances from Redis, and remove all other instances there.
+        """Load the blocks of the given instances from Redis.
 
-        If Redis has the blocks of another incarnation of a given instance, these are removed too.
-        Returns the number of loaded instances.
+        `run` then removes all other instances and incarnations from Redis. Returns the number of
+        loaded instances.
         """
         num_loaded = 0
         try:

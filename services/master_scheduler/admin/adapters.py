@@ -42,7 +42,7 @@ _MAX_ASKED: Final = 8  # how many instances inspect the files of a new adapter
 
 
 class Adapters:
-    """The registered adapters, as the leader changes them.
+    """Keeps the registered adapters at every master. Only the leader changes them.
 
     `leadership` returns whether this process leads now, and its epoch.
     """

@@ -61,7 +61,7 @@ _LOCAL_ONLY: Final = (
 
 
 class _Caller:
-    """The part of a gRPC context that shows who the caller is."""
+    """Stands in for a gRPC context. It shows who sent an HTTP request."""
 
     def __init__(self, request: Request) -> None:
         self._request = request

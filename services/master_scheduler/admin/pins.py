@@ -35,7 +35,7 @@ _TICK_S: Final = 1.0
 
 
 class Pins:
-    """The pins, as the leader changes them.
+    """Keeps the pins at every master. Only the leader changes them.
 
     `leadership` returns whether this process leads now, and its epoch. `secret` is the key of the
     block names, which all gateways use as well.

@@ -133,7 +133,7 @@ class ClusterView:
         )
 
     def observe(self, epoch: int, version: int, desired: Desired) -> Observed:
-        """The input of the group controller, from the desired state `desired`."""
+        """The input of the group controller. `desired` does not include the adjustments."""
         seen: dict[str, InstanceStatus] = {}
         for instance_id, record in self.registry.records.items():
             instance = self.fleet.instances.get(instance_id)

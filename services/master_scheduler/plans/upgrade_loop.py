@@ -105,7 +105,7 @@ class UpgradeLoop:
             await asyncio.sleep(_TICK_S)
 
     async def round(self) -> None:
-        """Read, decide and write, if this master leads and its reconciler acts."""
+        """Read, decide and write, if this master leads and its reconciler is not paused."""
         # Masters that do not lead need the shares as well, in case they become the leader.
         self._on_shares(shares(self._view.upgrades.values()))
         async with self._deciding:
