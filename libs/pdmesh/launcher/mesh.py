@@ -3,8 +3,8 @@
     async with Mesh(MeshSpec(engine="sim", http_port=0, grpc_port=0), state_dir) as mesh:
         print(mesh.http_url)
 
-At the end of the block, all processes are stopped in order. Use a mesh only on the main thread's
-event loop.
+At the end of the block, all processes are stopped, gateways first and servers last. Use a mesh only
+on the main thread's event loop.
 """
 
 from __future__ import annotations

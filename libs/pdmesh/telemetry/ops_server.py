@@ -2,8 +2,8 @@
 
 A process is live if its event loop answers. It is ready if it has everything that it needs. If not,
 the reply to /health/ready names the missing things. The endpoint has the same kinds of bounds as
-the clients' port. But if there are too many connections, it drops the oldest ones instead of
-refusing new ones, because a supervisor kills a process that does not answer here.
+the clients' port. But if there are too many connections, it drops old ones instead of refusing new
+ones (`Bounds.makes_room`), because a supervisor kills a process that does not answer here.
 """
 
 from __future__ import annotations

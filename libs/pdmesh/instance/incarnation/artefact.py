@@ -101,9 +101,9 @@ def check_role(artefact: Artefact, role: Role) -> None:
 
 
 def fetch(artefact: Artefact, cache_dir: Path) -> Artefact:
-    """Copy the artefact to the cache, unless the cache has a copy already. Blocks.
+    """Copy the artefact to the cache, unless the cache has a copy already.
 
-    Raises RoleRefused: FETCH_FAILED.
+    This call blocks. Raises RoleRefused: FETCH_FAILED.
     """
     target = cache_dir / artefact.key
     if not target.is_dir():
@@ -125,10 +125,10 @@ def fetch(artefact: Artefact, cache_dir: Path) -> Artefact:
 
 
 def fetch_again(artefact: Artefact, cache_dir: Path) -> Artefact:
-    """Replace a copy that `verify` found damaged. Blocks. Raises RoleRefused: FETCH_FAILED.
+    """Replace a copy that `verify` found damaged. Raises RoleRefused: FETCH_FAILED.
 
-    A lock lets only one process at a time do this. If another process has replaced the copy, the
-    new copy is kept.
+    This call blocks. A lock lets only one process at a time do this. If another process has
+    replaced the copy, the new copy is kept.
     """
     target = cache_dir / artefact.key
     with (cache_dir / f"{artefact.key}.lock").open("w") as lock:
@@ -165,7 +165,7 @@ def checked_copy(source: Artefact, cache_dir: Path, measure: Measure) -> Artefac
 def verify(artefact: Artefact) -> None:
     """Check that every file is there and unchanged since it was built.
 
-    Blocks. Raises RoleRefused: WRONG_HASH.
+    This call blocks. Raises RoleRefused: WRONG_HASH.
     """
     for entry in artefact.manifest.files:
         path = artefact.folder / entry.path
