@@ -194,7 +194,7 @@ class Unavailable(MeshError):
 
 
 class EngineFailed(MeshError):
-    """The engine refused or lost a request. The client is not the cause."""
+    """The engine cannot start, died, or refused or lost a request. The client is not the cause."""
 
     grpc_code, http_status, default_reason = "UNAVAILABLE", 503, "ENGINE_FAILED"
     is_retryable = True

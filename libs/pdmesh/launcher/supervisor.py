@@ -104,7 +104,7 @@ class Supervisor:
         self._running[name].process.send_signal(number)
 
     def kill(self, name: str) -> None:
-        """Kill the process and its children at once. The process is restarted."""
+        """Kill the process and its children at once. Unless `stop` was called, it is restarted."""
         if (pid := self.pid(name)) is not None:
             child.signal_group(pid, signal.SIGKILL)
 

@@ -138,7 +138,7 @@ async def _ahead_s(bus: NatsBus) -> dict[str, float]:
         ahead[header.publisher_id] = header.occurred_at.ToMicroseconds() / 1e6 - time.time()
 
     await bus.subscribe(subjects.health_instance(), on_heartbeat, on_gap=lambda: None)
-    # This is long enough, because an instance sends three heartbeats per lease.
+    # This is long enough with the default lease: a process sends three heartbeats per lease.
     await asyncio.sleep(WATCHER_LEASE_S / 2)
     return ahead
 
