@@ -43,7 +43,8 @@ _probes = metrics.counter(names.CANARY_PROBES, "Canary requests, by outcome")
 
 
 class CanaryRunner:
-    """Runs the probes. An idle instance is probed at most once in `period_s` seconds."""
+    """Runs the probes. An idle instance is probed every `period_s` s, and as the partner of others.
+    """
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
 """Copies the index of KV blocks from memory to Redis, so that a restarted process can load it.
 
-Normally, each delta (a change of one instance's blocks) is written as it arrives. All blocks of the
-instance are written instead if a snapshot replaced them, if a write failed, or if too many deltas
-wait. Redis also stores a random epoch. If the epoch has changed, Redis was wiped, and all instances
-are written (F14, F15).
+Normally, each delta (a change of one instance's blocks) is written as it arrives. In some cases all
+blocks of the instance are written instead, for example after a snapshot, after a failed write, or
+if too many deltas wait. Redis also stores a random epoch. If the epoch has changed, Redis was
+wiped, and all instances are written (F14, F15).
 """
 
 from __future__ import annotations
