@@ -43,8 +43,7 @@ _probes = metrics.counter(names.CANARY_PROBES, "Canary requests, by outcome")
 
 
 class CanaryRunner:
-    """Runs the probes. An idle instance is probed every `period_s` s, and as the partner of others.
-    """
+    """Runs the probes. An idle instance is probed every `period_s` s, and as others' partner."""
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ _PROBE_S: Final = 2.0
 
 
 async def not_ready(ops_address: str) -> list[str] | None:
-    """The names of everything that the process waits for. None if it does not answer."""
+    """The readiness checks that are false at the process. None if it does not answer."""
     answer = await _get(ops_address, "/health/ready")
     if answer is None:
         return None

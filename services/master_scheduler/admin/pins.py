@@ -79,7 +79,7 @@ class Pins:
     async def round(self) -> None:
         """If this master leads, rewrite pins that the bucket has lost (F21), and end expired pins.
 
-        Raises MeshError. The next round then does the rest.
+        Raises MeshError. The next round then tries again.
         """
         is_leader, epoch = self._leadership()
         if not is_leader or self._pins is None or not self._pins.is_current:

@@ -313,7 +313,7 @@ class LegLife:
         )
 
     def join(self, leg: Leg, first_token: int) -> None:
-        """Prefill is done, so the decode may pull the rest of the KV."""
+        """Prefill has drawn `first_token`, so the decode may pull the rest of the KV."""
         self._engine.join(leg.number, first_token)
         leg.is_joined = True
         self._bound_pull(leg)
