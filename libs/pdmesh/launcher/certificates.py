@@ -73,7 +73,7 @@ class MeshCertificates:
 
 
 class CertificateAccounts:
-    """The file with NATS' users: one user for each certificate in the authority's folder.
+    """The file with NATS' users: one user for each certificate whose role may use NATS.
 
     `pdmesh certs` may add certificates while the mesh runs.
     """

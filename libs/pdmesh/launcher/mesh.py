@@ -197,7 +197,7 @@ class Mesh:
     # Actions for tests and users.
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
-        """Signal one process, as a fault would. The supervisor restarts it if it dies."""
+        """Send a signal to one process, like a fault. The supervisor restarts it if it dies."""
         self.supervisor.signal(name, number)
 
     def lose_region(self, region: str) -> list[str]:

@@ -166,7 +166,7 @@ class Supervisor:
         self._running[name] = _Running(process, watch)
 
     def _not_spawned(self, name: str) -> None:
-        if name not in self._running:  # it was stopped and started again in the meantime
+        if name not in self._running:  # else it was stopped and started again meanwhile
             self._feed(Exited(name, _CANNOT_RUN))
 
     async def _watch(self, name: str, process: subprocess.Popen[bytes]) -> None:

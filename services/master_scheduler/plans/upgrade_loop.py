@@ -173,7 +173,7 @@ class UpgradeLoop:
             self._controller.handle(MemberLost(group_revision, step.instance_id), self._clock())
 
     def _faulty(self) -> Mapping[GroupRevision, Mapping[str, str]]:
-        """Instances with a fault, even a suspected one, that hardware does not explain.
+        """The instances with a fault of any level that has a reason other than hardware.
 
         The result maps each group and revision to its faulty instances, with a reason for each.
         """
