@@ -86,7 +86,7 @@ class CanaryRunner:
         try:
             canary = self._canary(probe)
             await canary.send()
-        except (CanaryRefused, KeyError):  # busy, or gone by now
+        except (CanaryRefused, KeyError):  # an instance is busy or gone
             return
         except CanaryFailed as exc:
             asked = [record.instance_id for record in canary.asked]

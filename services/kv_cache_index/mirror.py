@@ -133,7 +133,7 @@ class RedisMirror:
             self._is_writing = True
             try:
                 await self._write(instance_id, work)
-            except BaseException:  # also a cancellation: the instance may be half-written
+            except BaseException:  # also a cancellation: Redis may have a part of it
                 self._pending.setdefault(
                     instance_id, _Work.GONE if work is _Work.GONE else _Work.WHOLE
                 )
@@ -150,7 +150,7 @@ class RedisMirror:
         elif isinstance(work, list):
             for delta in work:
                 await self._store.apply(delta)
-        elif not self._index.is_loading(instance_id):  # after the load, `on_replaced` is called
+        elif not self._index.is_loading(instance_id):  # else `on_replaced` is called after the load
             held = (self._index.blocks(instance_id, tier) for tier in TIERS)
             await self._store.replace(instance_id, StoredInstance(*version, *held))
 
