@@ -41,7 +41,7 @@ Schema = dict[str, Any]
 def definitions() -> dict[str, Schema]:
     """The settings of each service, by the service's name in the values.
 
-    Settings that all services share are under `all`.
+    Settings that can be set without a service's name (`shared`) are also under `all`.
     """
     shared: Schema = {}
     found: dict[str, Schema] = {}

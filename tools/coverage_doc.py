@@ -107,7 +107,7 @@ def _outcome(case: ElementTree.Element, day: str) -> Outcome:
 
 
 def taken_over(results: Results, found: Iterable[Outcome]) -> Results:
-    """The results with the new outcomes. Numbers and levels that did not run keep their results."""
+    """The results with the new outcomes. Levels without a new outcome keep their results."""
     tests: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
     for outcome in found:
         for number in outcome.numbers:

@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def page(before: str, results: Path) -> str:
-    """The page with a new table for each kind of results."""
+    """The page, with a new table for each kind of results that is there."""
     processes, hosts, kv = _read(results), _read(results / "hosts"), _read(results / "kv")
     if not (processes or hosts or kv):
         sys.exit(f"no results in {results}")

@@ -1,8 +1,8 @@
 """Checks the rules that keep the tree readable: `python -m tools.rooms`, which `make check` runs.
 
-A folder has at most 15 files, and each module has a docstring. A class name is defined once. The
-tests of a module that decides are in the file with the same name. Constructors have few parameters.
-import-linter finds circular imports between folders (pyproject.toml).
+A folder has at most 15 files, and each module has a docstring. A public class name is defined once.
+A module of the core that has functions has a test file of its own. Constructors have few
+parameters. import-linter finds circular imports between folders (pyproject.toml).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reads and writes the key file: tenants with their limits, and a SHA-256 for each API key.
 
-A key is `pdm_<id>_<secret>`. The secret has 256 random bits, so a plain hash is as safe as a slow
-one, and the file reveals no key. A key's entry is found by the id. The secret's hash is compared in
-constant time, even for an unknown id.
+A key is `pdm_<id>_<secret>`. The secret has 256 random bits. So a fast hash is as safe as a slow
+one, and nobody can find a key from the file. A key's entry is found by the id. The secret's hash is
+compared in constant time, even for an unknown id.
 """
 
 from __future__ import annotations

@@ -304,7 +304,7 @@ _Node = _Scalar | _List | _Mapping
 class _Reader:
     """A node and its path in the file.
 
-    Every method raises InvalidRequest if the node is of another kind.
+    The methods that read the node raise InvalidRequest if it is not what they expect.
     """
 
     node: _Node

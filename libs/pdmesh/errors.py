@@ -70,7 +70,7 @@ class ScenarioNotFound(MeshError):
 
 
 class Overloaded(MeshError):
-    """There is no capacity before the deadline. The caller should wait for `retry_after_ms`."""
+    """There is no capacity now or before the deadline. The caller should wait `retry_after_ms`."""
 
     grpc_code, http_status, default_reason = "RESOURCE_EXHAUSTED", 429, "OVERLOADED"
     is_retryable = True
@@ -84,7 +84,7 @@ class NoInstance(MeshError):
 
 
 class TokenizerUnavailable(MeshError):
-    """The model's tokenizer could not be loaded. The gateway tries again."""
+    """The gateway has no tokenizer for the model now. A later call may succeed."""
 
     grpc_code, http_status, default_reason = "UNAVAILABLE", 503, "TOKENIZER_UNAVAILABLE"
     is_retryable = True
@@ -103,7 +103,7 @@ class KvTransferFailed(MeshError):
 
 
 class KvFormatMismatch(MeshError):
-    """The KV formats of two instances do not match. Another pair of instances may match."""
+    """Two instances cannot exchange KV, because its form differs. Another pair may match."""
 
     grpc_code, http_status, default_reason = "FAILED_PRECONDITION", 503, "KV_FORMAT_MISMATCH"
     is_retryable = True
@@ -194,7 +194,7 @@ class Unavailable(MeshError):
 
 
 class EngineFailed(MeshError):
-    """The engine refused or lost a request. The client is not the cause."""
+    """The engine cannot start, died, or refused or lost a request. The client is not the cause."""
 
     grpc_code, http_status, default_reason = "UNAVAILABLE", 503, "ENGINE_FAILED"
     is_retryable = True

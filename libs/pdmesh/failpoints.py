@@ -4,7 +4,7 @@ For example, a test arms `prefill.staged=sigkill@3`, and the process dies when i
 `prefill.staged` for the third time. The actions `sigkill` and `sigstop` signal this process, and
 `raise` raises FailpointHit. Any other action, such as `zero-kv`, is returned to the code at the
 point, which acts on it. With `@n`, only the nth hit fires. With `@n+`, the nth and all later hits
-fire. Without either, every hit fires. Some points concern one of several instances: there,
+fire. Without either, every hit fires. At some points, the code names an instance. There,
 `name[prefill-0]=...` fires for prefill-0 only. If no point is armed, a hit costs one check of an
 empty dict.
 """

@@ -12,7 +12,8 @@ _ENVIRONMENT: Final = {
     # Use the older poller instead of the event engine. It hands a message to Python over one thread
     # instead of three, which halves the round trip and saves a third of the CPU (docs/adr/0007).
     "GRPC_EXPERIMENTS": "-event_engine_client,-event_engine_listener",
-    # gRPC's own log lines would not be JSON, as our log is. Its errors are exceptions anyway.
+    # gRPC's own log lines would not be JSON, as our log is. Its errors reach Python as exceptions
+    # anyway.
     "GRPC_VERBOSITY": "NONE",
 }
 

@@ -112,9 +112,10 @@ class App:
             await end([task])
 
     async def until_stopping(self, *works: asyncio.Future[Any]) -> None:
-        """Wait until the process is asked to stop, or all `works` are done, if there are any.
+        """Wait until the process is asked to stop or all `works` are done.
 
-        If one of the `works` fails, its error is raised.
+        Without `works`, only the request to stop ends the wait. If one of the `works` fails, its
+        error is raised.
         """
         stopping = asyncio.create_task(self.stopping.wait())
         pending = set(works)
@@ -388,7 +389,7 @@ def _loop_factory(use_uvloop: bool) -> LoopFactory:
 
 
 def _parse_arguments(service: str, settings_type: type[ServiceSettings], note: str) -> None:
-    """Handle the only arguments, which make the process print something and exit."""
+    """Handle --help, --version and --print-config. With any of them, print something and exit."""
     parser = argparse.ArgumentParser(
         prog=f"pdmesh-{service}",
         formatter_class=argparse.RawDescriptionHelpFormatter,

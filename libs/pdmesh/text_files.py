@@ -57,7 +57,10 @@ class TextFiles:
         return _TOKENIZER in self.digests
 
     def pieces(self) -> Iterator[tuple[str, bytes]]:
-        """Yield each file in pieces, as (name, bytes), sorted by name. Raises OSError. Blocks."""
+        """Yield each file in pieces, as (name, bytes), sorted by name.
+
+        Blocks the thread. Raises OSError.
+        """
         for name in sorted(self.digests):
             with (self.folder / name).open("rb") as file:
                 yield name, file.read(PIECE_BYTES)
@@ -75,7 +78,7 @@ def _is_of_chat(name: str) -> bool:
 
 
 def read_text_files(folder: Path) -> TextFiles:
-    """Find the files and hash them. Raises BadTextFiles. Blocks."""
+    """Find the files and hash them. Blocks the thread. Raises BadTextFiles."""
     try:
         paths = (*folder.iterdir(), *(folder / _TEMPLATES).glob("*.jinja"))
         found = {p.relative_to(folder).as_posix(): p for p in paths}

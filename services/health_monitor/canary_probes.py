@@ -1,8 +1,8 @@
 """Probes idle instances with a small request, and reports the results to the fault judge.
 
-The health-monitor sends this request in the same way as a gateway. Only one probe runs at a time.
-A refused probe does not make an instance suspect. `core.health.canary_probes` decides which
-instances are probed next, and what a failure means.
+The health-monitor sends this request in the same way as a gateway. Only one probe runs at a time. A
+refused probe is no sign of a fault. `core.health.canary_probes` decides which instances are probed
+next, and which of them a failed probe makes suspect.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _probes = metrics.counter(names.CANARY_PROBES, "Canary requests, by outcome")
 
 
 class CanaryRunner:
-    """Runs the probes. An idle instance is probed at most once in `period_s` seconds."""
+    """Runs the probes. An idle instance is probed every `period_s` s, and as others' partner."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class CanaryRunner:
         return [s for r in records if self._faults.is_idle(r) and (s := _subject(r)) is not None]
 
     def _tell(self) -> None:
-        """Report all current suspicions again, because a report is valid only for a time."""
+        """Tell the fault judge again what probes have found, because its signals expire."""
         for record in tuple(self._view.records.values()):
             subject = _subject(record)
             if subject is not None:
@@ -86,7 +86,7 @@ class CanaryRunner:
         try:
             canary = self._canary(probe)
             await canary.send()
-        except (CanaryRefused, KeyError):  # busy, or gone by now
+        except (CanaryRefused, KeyError):  # an instance is busy or gone
             return
         except CanaryFailed as exc:
             asked = [record.instance_id for record in canary.asked]

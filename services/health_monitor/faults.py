@@ -1,9 +1,9 @@
 """Finds out which instances are faulty, and publishes a report on each.
 
-Instances, node agents and canary probes report signals, for example a device error. The core
-`FaultJudge` turns signals into verdicts. Each verdict becomes a report on the fault board, a
-key-value bucket in NATS that masters and gateways read. If a write fails, the next tick repeats it.
-After an outage of NATS, all reports are written again.
+Signals, for example a device error, come from instances, node agents, canary probes and outlier
+detection. The core `FaultJudge` turns signals into verdicts. Each verdict becomes a report on the
+fault board, a key-value bucket in NATS that masters and gateways read. If a write fails, the next
+tick repeats it. After an outage of NATS, all reports are written again.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class FaultWatch:
         return self._outliers.is_idle(record.instance_id, record.incarnation)
 
     def counts(self) -> Iterable[tuple[float, dict[str, str]]]:
-        """The numbers of faulty instances, by level and by the reason why no action is taken."""
+        """The numbers of faulty instances, by level and by what holds the action back."""
         current = self.judge.current()
         keys = {(int(j.level), j.held_back) for j in current}
         for level, held_back in sorted(keys):

@@ -1,4 +1,4 @@
-"""The environment of an instance whose role is assigned."""
+"""The environment of an instance to which the master may assign a role."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Copies the index of KV blocks from memory to Redis, so that a restarted process can load it.
 
-Normally, each delta (a change of one instance's blocks) is written as it arrives. In two cases all
-blocks of the instance are written instead: after a failed write, and if too many deltas wait. Redis
-also stores a random epoch. If the epoch has changed, Redis was wiped, and all instances are written
-(F14, F15).
+Normally, each delta (a change of one instance's blocks) is written as it arrives. In some cases all
+blocks of the instance are written instead, for example after a snapshot, after a failed write, or
+if too many deltas wait. Redis also stores a random epoch. If the epoch has changed, Redis was
+wiped, and all instances are written (F14, F15).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RedisMirror:
 
     @property
     def is_store_up(self) -> bool:
-        """False after a failed call, until a call succeeds."""
+        """False after `run` failed to reach Redis, until it has written everything that waits."""
         return self._is_store_up
 
     @property
@@ -79,10 +79,10 @@ class RedisMirror:
         self._wake.set()
 
     async def restore(self, incarnations: dict[str, int]) -> int:
-        """Load the blocks of the given instances from Redis, and remove all other instances there.
+        """Load the blocks of the given instances from Redis.
 
-        If Redis has the blocks of another incarnation of a given instance, these are removed too.
-        Returns the number of loaded instances.
+        `run` then removes all other instances and incarnations from Redis. Returns the number of
+        loaded instances.
         """
         num_loaded = 0
         try:
@@ -115,7 +115,9 @@ class RedisMirror:
                     await self._wake.wait()
 
     async def _look(self) -> None:
-        """Check whether Redis was wiped or replaced. If so, write all instances."""
+        """Check whether Redis was wiped or replaced since the last call. If so, and at the first
+        call, mark all instances to be written.
+        """
         epoch = await self._store.epoch(secrets.token_hex(8))
         if epoch != self._epoch:
             if self._epoch:
@@ -131,7 +133,7 @@ class RedisMirror:
             self._is_writing = True
             try:
                 await self._write(instance_id, work)
-            except BaseException:  # also a cancellation: the instance may be half-written
+            except BaseException:  # also a cancellation: Redis may have a part of it
                 self._pending.setdefault(
                     instance_id, _Work.GONE if work is _Work.GONE else _Work.WHOLE
                 )
@@ -148,7 +150,7 @@ class RedisMirror:
         elif isinstance(work, list):
             for delta in work:
                 await self._store.apply(delta)
-        elif not self._index.is_loading(instance_id):  # after the load, `on_replaced` is called
+        elif not self._index.is_loading(instance_id):  # else `on_replaced` is called after the load
             held = (self._index.blocks(instance_id, tier) for tier in TIERS)
             await self._store.replace(instance_id, StoredInstance(*version, *held))
 

@@ -49,8 +49,8 @@ class KvIndexServicer:
     ) -> AsyncIterator[SnapshotResponse]:
         """Send all blocks of the requested instances, or of all instances.
 
-        An instance is left out if this index has missed changes of its blocks. The caller must then
-        ask the instance itself.
+        An instance is left out while this index lacks changes of its blocks, or loads them anew.
+        The caller must then ask the instance itself.
         """
         for instance_id in list(request.instance_ids) or self._index.instance_ids():
             version = self._index.version(instance_id)

@@ -1,1 +1,4 @@
-"""Decides where requests go. Every master follows the instances, and the leader ranks them."""
+"""Decides where requests go and manages groups. Every master follows the instances.
+
+Only the leader answers gateways and makes changes.
+"""

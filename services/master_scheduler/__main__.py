@@ -48,7 +48,7 @@ async def serve(settings: Settings, app: App) -> None:
 
 
 def _sources(settings: Settings) -> OperatorSources:
-    """Raises StartupError."""
+    """Raises StartupError if the key file cannot be used."""
     try:
         keys = None if settings.keys_file is None else FollowedKeys(settings.keys_file)
     except BadKeyFile as exc:

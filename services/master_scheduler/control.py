@@ -1,8 +1,8 @@
 """Assembles the parts of a master that change the mesh, and the admin API for operators.
 
 The parts manage groups, moves of instances between groups, upgrades, instances out of service,
-pinned prefixes, LoRA adapters and usage. Every master runs these parts, so each follows the mesh.
-But only the leader makes changes, and each part checks `leadership` before each write.
+pinned prefixes, LoRA adapters and usage. Every master runs these parts to follow the mesh, but only
+the leader makes changes. So a part checks `leadership` before each write.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Finds the highest epoch in the stored assignments, adjustments and upgrades.
 
-An epoch is the number of a leadership. NATS refuses writes of an earlier epoch, so a leader with a
-lower epoch than the stored ones could not write (I7). After a restart of the whole mesh, only the
-stored data tells how high the epochs were (F21).
+An epoch is the number of a leadership. The stores refuse a write from an earlier epoch than the
+stored one (I7). So a leader with a lower epoch could not write. After a restart of the whole mesh,
+only the stored data tells how high the epochs were (F21).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from pdmesh.v1 import admin_service_pb2 as pb
 log = structlog.get_logger(__name__)
 
 _TICK_S: Final = 0.25
-_SAVE_S: Final = 10.0  # the longest time between two saves; new numbers are saved at once
+_SAVE_S: Final = 10.0  # longest time between two saves; a changed number is saved at once
 
 
 class UsageLoop:

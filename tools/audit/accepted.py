@@ -1,6 +1,6 @@
 """Reads the exceptions that an audit accepts, from requirements/audit.yaml.
 
-Each exception says why. An exception that applies to nothing is a finding. So the file has no
+Each exception has a reason. An exception that applies to nothing is a finding. So the file has no
 outdated exceptions.
 """
 

@@ -52,7 +52,7 @@ def _canonical(expression: str) -> str:
 
 
 def is_allowed(expression: str, allowed: frozenset[str]) -> bool:
-    """Whether a user can choose only allowed licences. AND has priority over OR."""
+    """Whether a user can comply with allowed licences alone. AND binds more strongly than OR."""
     return _Choice(_TOKEN.findall(expression), allowed).any()
 
 

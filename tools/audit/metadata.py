@@ -1,6 +1,7 @@
 """Finds the metadata of pinned packages.
 
-It looks in the given environments, then in the file of pip's earlier answers, and then asks pip.
+It looks in the given environments and in the file of pip's earlier answers, and asks pip for the
+rest.
 """
 
 from __future__ import annotations

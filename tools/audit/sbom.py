@@ -18,7 +18,7 @@ from tools.audit.pinned import Pin, normalized
 def write_sbom(target: Path, pins: Iterable[Pin], licences: Mapping[Pin, str], root: Path) -> None:
     """Write the bill of materials to `target`.
 
-    Raises ValueError if the result is not valid CycloneDX, and CalledProcessError if the tool
+    Raises ValueError if the result is not valid CycloneDX, and CalledProcessError if cyclonedx_py
     fails.
     """
     by_key = {(pin.name, pin.version): licences.get(pin, "") for pin in pins}

@@ -81,7 +81,7 @@ def _found(dependency: dict[str, Any]) -> Iterator[Found]:
 def unaccepted(
     found: Iterable[Found], accepted: Iterable[Vulnerability], today: date
 ) -> Iterator[str]:
-    """Vulnerabilities that are not accepted, or no longer, and exceptions that apply to none."""
+    """Vulnerabilities that are not accepted today, and exceptions that apply to none of `found`."""
     needed = set()
     for each in found:
         match = next((a for a in accepted if a.package == each.package and a.id in each.ids), None)

@@ -1,6 +1,6 @@
-"""Defines a dashboard briefly, and turns it into Grafana's JSON.
+"""Defines a dashboard in a short form, and turns it into Grafana's JSON.
 
-Each panel answers one question, which is its description. Rows are filled from the left.
+A row's panels are placed from left to right, and continue below if the width is used up.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ _PS: Final = 'pdmesh_scenario=~"$scenario"'
 def _of_scenario(metric: str, by: str = "scenario") -> str:
     """The highest value over all masters.
 
-    All masters export the same values, but a standby master may know less.
+    All masters export the metric, but one that started later may have seen fewer requests.
     """
     return f"max by ({by}) ({metric}{{{_S}}})"
 

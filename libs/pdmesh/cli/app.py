@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = 1
     except KeyboardInterrupt:
         code = 130
-    except BrokenPipeError:  # `pdmesh events | head`
+    except BrokenPipeError:  # the reader has ended, as in `pdmesh events | head`
         _mute()
         code = 0
     except OSError as exc:

@@ -1,4 +1,4 @@
-"""Calls the leading master with the user's admin token."""
+"""Calls the leading master with the user's token."""
 
 from __future__ import annotations
 

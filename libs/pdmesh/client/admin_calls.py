@@ -1,7 +1,7 @@
 """All calls of the gRPC service AdminService, as typed methods.
 
-A refused call raises a MeshError: InvalidRequest for a bad value, NotAllowed without the admin
-token, Unavailable if no master leads.
+A refused call raises a MeshError: InvalidRequest for a bad value, NotAllowed if the caller may not
+make the call, Unavailable if no master leads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Reads and decodes the mesh's events (docs/events.md). Events may be lost, repeated or late."""
+"""Reads and decodes the mesh's events (docs/events.md). Events may be lost, repeated or late.
+
+An event's domain is the third part of its subject, such as `health` or `kv`.
+"""
 
 from __future__ import annotations
 

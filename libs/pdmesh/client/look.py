@@ -1,7 +1,7 @@
 """Reads the present state of a mesh: its registry, the leader's groups, and the instances' load.
 
-Processes that do not answer are left out, because operators need the state most when something is
-broken.
+If a process does not answer, only its answer is missing, because operators need the rest most when
+something is broken.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ASK_S: Final = 1.0
 class MeshLook:
     records: Mapping[str, InstanceRecord]  # every registered process, by its id
     epoch: int | None  # the number of the master's leadership; None: no leader answers
-    groups: ListGroupStatesResponse | None  # None: no admin token was given, or no master leads
+    groups: ListGroupStatesResponse | None  # None: the leader refused, or none answers
     states: Mapping[str, InstanceState]  # health and faults, by instance
     answers: Mapping[str, GetStatusResponse]  # of the instances that answered, by id
 

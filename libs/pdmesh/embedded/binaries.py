@@ -70,7 +70,7 @@ def is_suitable(program: Program, path: Path) -> bool:
 
 
 def version_of(path: Path) -> Version | None:
-    """Ask the program for its version (major, minor). Returns None if it does not run."""
+    """The program's version (major, minor). None if it does not run or prints no version."""
     try:
         said = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False

@@ -1,4 +1,4 @@
-"""Starts a child process that cannot outlive its parent.
+"""Starts a child process that, on Linux, cannot outlive its parent.
 
 The child runs in its own session. So Ctrl-C reaches only the launcher, which stops its children in
 order. The child begins as a small Python program, which asks the kernel to kill the child when the
@@ -58,6 +58,6 @@ def start(
 
 
 def signal_group(pid: int, number: signal.Signals) -> None:
-    """Signal a child and all processes of its session. Do nothing if they are gone."""
+    """Signal a child and all processes of its process group. Do nothing if they are gone."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)

@@ -257,7 +257,7 @@ class _RedisProcess:
 
 
 class RedisMember(_RedisProcess):
-    """One Redis server. At the first start, this is the primary or a replica."""
+    """One Redis server. At the first start, it is the primary on the first host, else a replica."""
 
     name = "redis"
 

@@ -18,7 +18,7 @@ _LISTEN: Final = "0A"  # the state of a listening socket in /proc/net/tcp
 
 
 class PortTaken(Exception):
-    """The port cannot be used. The message is one line, with the process that has the port."""
+    """The port cannot be used. The message is one line, with the process that has it, if known."""
 
 
 class PortReservation:
@@ -53,7 +53,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def _refuse_if_taken(host: str, port: int, variable: str) -> None:
-    """Raise PortTaken if a process listens on the port.
+    """Raise PortTaken if a process listens on the port, or if the port cannot be used at all.
 
     This binds the port without SO_REUSEPORT. With it, two meshes could share a port by mistake.
     """

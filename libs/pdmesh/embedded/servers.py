@@ -6,7 +6,7 @@ user of the machine can reach. Write access to NATS is admin access to the mesh,
 password. The password is in the server's URL and in a file that only this user can read.
 
 If the mesh has TLS, NATS identifies its clients by their certificates instead, with the permissions
-of an accounts file. Valkey then has a user and a password for each service.
+of an accounts file. Valkey then has a user and a password for each role that uses it.
 """
 
 from __future__ import annotations

@@ -20,14 +20,15 @@ class Bounds:
     receive_timeout_s: float
     max_connections: int
     max_connections_per_ip: int
-    # If true, a full listener drops connections of the address that has most. Those without a
-    # request go first, each kind from the oldest on.
+    # If true, a full listener drops connections for a new one: of the new one's address if this
+    # address is at its own limit, or else of the address that has most. Connections without a
+    # request go first, and older ones before newer ones.
     makes_room: bool = False
     num_by_ip: Counter[str] = field(default_factory=Counter)
     num_open: int = 0
     num_refused: int = 0
-    # The connections without a request to answer, and those with one, each oldest first, with
-    # their addresses.
+    # The addresses of the connections without a request to answer, and of those with one. The first
+    # entry of each has been there for the longest time.
     waiting: dict[CutOff, str] = field(default_factory=dict)
     answering: dict[CutOff, str] = field(default_factory=dict)
 

@@ -60,7 +60,7 @@ async def serve(settings: InstanceSettings, app: App, role: Role) -> None:
 
 
 async def _load_own(settings: InstanceSettings, app: App, role: Role) -> LoadedEngine | None:
-    """Return None if the process is asked to stop first.
+    """Load the engine of the role in the settings. Returns None if a stop comes first.
 
     Loading a model takes longer than a process may take to stop, so a stop cancels the load.
     """

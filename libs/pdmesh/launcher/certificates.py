@@ -28,7 +28,10 @@ _RENEWED_AFTER: Final = timedelta(days=CERTIFICATE_DAYS * 2 / 3)
 
 
 class MeshCertificates:
-    """The certificates of a mesh's processes, made at once. Raises BadCertificates, OSError."""
+    """The certificates of a mesh's processes. The constructor makes them.
+
+    Raises BadCertificates, OSError.
+    """
 
     def __init__(
         self,
@@ -70,7 +73,7 @@ class MeshCertificates:
 
 
 class CertificateAccounts:
-    """The file with NATS' users: one user for each certificate in the authority's folder.
+    """The file with NATS' users: one user for each certificate whose role may use NATS.
 
     `pdmesh certs` may add certificates while the mesh runs.
     """

@@ -1,6 +1,6 @@
 """Applies a file with the desired groups of instances when a mesh starts.
 
-Without such a file, blank instances, which have no role, stay blank.
+Without such a file, the desired state that NATS has stored applies, if there is one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The log files of the launcher's child processes, and their bound in size.
+"""The log files of the launcher's child processes, whose size is bounded.
 
-Each child appends to its own file, so a busy launcher never blocks a child. The launcher copies a
-file that is too large to `<name>.log.1`, and truncates it. The child then continues at the start of
+Each child appends to its own file, so a busy launcher never blocks a child. If a file is too large,
+the launcher copies it to `<name>.log.1` and truncates it. The child then continues at the start of
 the file.
 """
 
@@ -61,7 +61,7 @@ def last_lines(path: Path) -> list[str]:
 
 
 def _reason(line: str) -> str:
-    """The relevant part of a log line, JSON or plain text."""
+    """The reason in a log line: the exception, reason or event of a JSON line, or else its text."""
     try:
         entry = json.loads(line)
     except ValueError:

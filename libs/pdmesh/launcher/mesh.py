@@ -3,8 +3,8 @@
     async with Mesh(MeshSpec(engine="sim", http_port=0, grpc_port=0), state_dir) as mesh:
         print(mesh.http_url)
 
-At the end of the block, all processes are stopped in order. Use a mesh only on the main thread's
-event loop.
+At the end of the block, all processes are stopped, gateways first and servers last. Use a mesh only
+on the main thread's event loop.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class MeshFailed(Exception):
 class Mesh:
     """The processes of a mesh, and their addresses.
 
-    The names of processes are prefill-0, decode-0, fusion-0, gateway-0, master-scheduler,
-    master-scheduler-1, kv-cache-index, health-monitor, nats, valkey. In a mesh with regions, the
-    region comes first: eu-prefill-0, eu-gateway-0, eu-master-scheduler.
+    Names of processes are, for example, prefill-0, gateway-0, master-scheduler, master-scheduler-1,
+    kv-cache-index, nats, valkey. In a mesh with regions, the names of instances, gateways and
+    masters begin with the region: eu-prefill-0, eu-master-scheduler.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Mesh:
     async def __aenter__(self) -> Self:
         """Start all processes and wait until they are ready.
 
-        Raises `MeshFailed`, `MeshRunning`, `PortTaken`.
+        Raises `MeshFailed`, `MeshRunning`, `PortTaken`, `BadHostFolder`.
         """
         try:
             await self._start()
@@ -197,7 +197,7 @@ class Mesh:
     # Actions for tests and users.
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
-        """Signal one process, as a fault would. The supervisor restarts it if it dies."""
+        """Send a signal to one process, like a fault. The supervisor restarts it if it dies."""
         self.supervisor.signal(name, number)
 
     def lose_region(self, region: str) -> list[str]:

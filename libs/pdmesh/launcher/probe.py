@@ -10,7 +10,7 @@ _PROBE_S: Final = 2.0
 
 
 async def not_ready(ops_address: str) -> list[str] | None:
-    """The names of everything that the process waits for. None if it does not answer."""
+    """The readiness checks that are false at the process. None if it does not answer."""
     answer = await _get(ops_address, "/health/ready")
     if answer is None:
         return None
@@ -29,7 +29,7 @@ async def is_live(ops_address: str) -> bool:
 
 
 async def _get(address: str, path: str) -> tuple[int, bytes] | None:
-    """Send one HTTP request. Returns the status and the body, or None if no answer is complete."""
+    """Send one HTTP request. Returns the status and the body, or None without a complete answer."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(_PROBE_S):

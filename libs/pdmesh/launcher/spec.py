@@ -260,7 +260,7 @@ def _named(kind: str, region: str, spec: MeshSpec) -> str:
 
 
 def unpaired(processes: Iterable[ProcessSpec]) -> str:
-    """The reason why prefills and decodes could not exchange KV. Empty if they can."""
+    """A text about an option that keeps prefills and decodes from exchanging KV. Empty if none."""
     by_role = {
         process.service: process
         for process in processes

@@ -107,7 +107,8 @@ def lock(state_dir: Path) -> IO[str]:
 def make_private(state_dir: Path) -> None:
     """Make the directory private, because it has keys, digests of prompts, and logs.
 
-    A directory that is shared with other users, for example /tmp, is not changed.
+    The directory is not changed if it had other files before the first mesh, or is not this user's
+    alone, for example /tmp.
     """
     state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = state_dir.stat()

@@ -1,8 +1,8 @@
 """Starts, stops and restarts the child processes of a launcher.
 
 `core.control.restart_policy` decides when a process is restarted or given up. When a process dies,
-all processes of its session are killed, so that a restarted process never meets children of the
-dead one. An error in a callback does not affect the supervisor.
+its process group is killed, so that a restarted process never meets children of the dead one. An
+error in a callback does not affect the supervisor.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Supervisor:
         self._running[name].process.send_signal(number)
 
     def kill(self, name: str) -> None:
-        """Kill the process and its children at once. The process is restarted."""
+        """Kill the process and its children at once. Unless `stop` was called, it is restarted."""
         if (pid := self.pid(name)) is not None:
             child.signal_group(pid, signal.SIGKILL)
 
@@ -166,7 +166,7 @@ class Supervisor:
         self._running[name] = _Running(process, watch)
 
     def _not_spawned(self, name: str) -> None:
-        if name not in self._running:  # it was stopped and started again in the meantime
+        if name not in self._running:  # else it was stopped and started again meanwhile
             self._feed(Exited(name, _CANNOT_RUN))
 
     async def _watch(self, name: str, process: subprocess.Popen[bytes]) -> None:

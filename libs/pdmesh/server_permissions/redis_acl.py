@@ -1,7 +1,7 @@
 """Makes the ACL file of a Redis or Valkey server from the table of roles.
 
-The file has one user for each service, with the name of the service. It contains the SHA-256 of
-each password, and no password.
+The file has one user for each given role, with the role's name. It contains the SHA-256 of each
+password, but no password.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def redis_acl(passwords: Mapping[str, str]) -> str:
 
 
 def server_user(name: str, password: str, commands: Iterable[str]) -> str:
-    """The line for a server that connects to another server. It allows all channels and no keys."""
+    """The line for a user with all channels and no keys, such as a replica or a sentinel."""
     digest = hashlib.sha256(password.encode()).hexdigest()
     allowed = " ".join(f"+{command}" for command in commands)
     return f"user {name} on resetpass #{digest} resetkeys allchannels -@all {allowed}\n"

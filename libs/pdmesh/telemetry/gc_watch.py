@@ -1,8 +1,8 @@
 """Measures the pauses of Python's garbage collector, during which all threads of the process wait.
 
-The length of a pause depends on the number of objects in the collected generation. The youngest
-generation (0) has the objects made since the last collection. The oldest one (2) has all objects,
-except those that `service_process` has frozen.
+The length of a pause depends on the number of objects that the collection visits. A collection of
+the youngest generation (0) visits the objects made since the last collection. One of the oldest (2)
+visits all objects, except those that `service_process` has frozen.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from pdmesh.telemetry import metrics, names
 
 
 class LoopWatch:
-    """Measures every `every_s` seconds. A delay that is shorter may be missed."""
+    """Measures every `every_s` seconds. A delay that is shorter than this may be missed."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s

@@ -105,7 +105,7 @@ class Counter:
 
 
 def counter(name: str, help: str, unit: str = "1", *, known: Iterable[Labels] = ()) -> Counter:
-    """Make a counter. The series of the `known` labels start at 0, for alerts on single counts."""
+    """Make a counter. Series of `known` labels start at 0, so that a rate has their first count."""
     return Counter(name, help, unit, known)
 
 

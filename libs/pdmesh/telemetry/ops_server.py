@@ -1,9 +1,10 @@
 """The operators' HTTP endpoint of a process: /metrics, /health/live, /health/ready, /status/<page>.
 
-A process is live if its event loop answers. It is ready if it has everything that it needs. If not,
-the reply to /health/ready names the missing things. The endpoint has the same kinds of bounds as
-the clients' port. But if there are too many connections, it drops the oldest ones instead of
-refusing new ones, because a supervisor kills a process that does not answer here.
+A process is live if its event loop answers. It is ready if all its readiness checks are true. If
+not, the reply to /health/ready names the checks that are false. The endpoint has the same kinds of
+bounds as the clients' port. But if there are too many connections, it drops old ones instead of
+refusing new ones (`Bounds.makes_room`), because a supervisor kills a process that does not answer
+here.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pdmesh.httpd.bounds import Bounds
 from pdmesh.httpd.server import HttpServer, listen
 from pdmesh.telemetry import metrics
 
-NotReady = Callable[[], Sequence[str]]  # returns the names of the missing things
+NotReady = Callable[[], Sequence[str]]  # returns the readiness checks that are false
 Pages = Mapping[str, Callable[[], object]]  # the JSON pages of a service, by name
 _GRACE_S: Final = 1
 _WRITE_TIMEOUT_S: Final = 10.0

@@ -109,13 +109,13 @@ ALIASES: Final = (
 
 
 class _Served:
-    """The model that this instance serves, because its gauges do not name the model."""
+    """The model that this instance serves. It is kept here because the gauges do not name it."""
 
     model = ""
 
 
 def serve(model: str) -> None:
-    """From now on, name this model in the aliases of the instance's gauges."""
+    """From now on, label the aliases of the engine's metrics with this model."""
     _Served.model = model
 
 

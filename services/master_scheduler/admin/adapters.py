@@ -1,4 +1,4 @@
-"""Registers LoRA adapters at the leading master, after instances have inspected their files.
+"""Registers LoRA adapters at the leading master, after instances have inspected the adapters.
 
 The registered adapters are stored on a board, a key-value bucket in NATS. Gateways and instances
 read this board directly, so an adapter does not depend on any master. After an adapter is removed,
@@ -42,7 +42,7 @@ _MAX_ASKED: Final = 8  # how many instances inspect the files of a new adapter
 
 
 class Adapters:
-    """The registered adapters, as the leader changes them.
+    """Keeps the registered adapters at every master. Only the leader changes them.
 
     `leadership` returns whether this process leads now, and its epoch.
     """
@@ -123,8 +123,8 @@ class Adapters:
     async def remove(self, name: str, epoch: int) -> None:
         """Remove an adapter.
 
-        Raises InvalidRequest if there is no adapter of this name, Unavailable, NotLeader, or
-        VersionConflict.
+        Raises InvalidRequest if there is no adapter of this name. Also raises Unavailable,
+        NotLeader or VersionConflict.
         """
         adapters = self._opened()
         if name not in adapters.known:
@@ -155,7 +155,8 @@ class Adapters:
     def _able(self, model: str) -> Sequence[InstanceRecord]:
         """The instances of the model that take adapters.
 
-        One instance of each group and role comes first, so that every kind of instance is asked.
+        One instance of each group and role comes first, because only the first `_MAX_ASKED` inspect
+        a new adapter. Raises InvalidRequest or ModelNotFound if there is none.
         """
         serving = [r for _, r in sorted(self._registry.records.items()) if takes_requests(r)]
         models = sorted({r.model for r in serving if r.model})
@@ -179,7 +180,7 @@ class Adapters:
         """Let the instances inspect the adapter's folder.
 
         Raises InvalidRequest if an instance cannot load the adapter, or if the instances see
-        different files. Raises Unavailable if an instance does not answer.
+        different files. Raises Unavailable if an instance does not answer or fails in another way.
         """
         found = await asyncio.gather(*(_inspect(record, path) for record in records))
         if len({each.digest for each in found}) > 1:

@@ -35,7 +35,8 @@ class Changed:
     """The answer to a call that changed something, with the facts about the change.
 
     `about` names the changed instance, pin, adapter or scenarios, or is `desired` or `key-file`. If
-    `before` or `after` is empty, the changed thing did not exist before, or does not exist now.
+    `before` is empty, the named object did not exist before the change. If `after` is empty, it
+    does not exist any more.
     """
 
     answer: Message

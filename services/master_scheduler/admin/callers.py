@@ -1,7 +1,7 @@
 """Finds out who a caller of the admin API is, and which role the caller has.
 
 A caller sends the admin token, an operator's API key, or a token of the OpenID provider. If a
-caller sends none of these, `core.access.operator_roles` decides by certificate and address.
+caller sends none of these, its certificate and its address decide (`core.access.operator_roles`).
 """
 
 from __future__ import annotations

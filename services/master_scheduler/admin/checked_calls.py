@@ -27,7 +27,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class CheckedCalls:
-    """Has each method of the service, by its name. The methods take (request, context)."""
+    """Has an attribute for each method of the service: a function of (request, context)."""
 
     def __init__(self, servicer: AdminServicer, access: AdminAccess, audit: AuditTrail) -> None:
         self._servicer, self._access, self._audit = servicer, access, audit

@@ -1,4 +1,4 @@
-"""The loops of the control plane. They run at every master, but act only at the leader."""
+"""The loops of the control plane. Every master runs them, but only the leader changes the mesh."""
 
 from __future__ import annotations
 

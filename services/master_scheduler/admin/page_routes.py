@@ -6,7 +6,7 @@ admin token is set, the request's host must be localhost or a loopback address. 
 whose own host name was made to resolve to this server (DNS rebinding).
 
 The port has no TLS and asks for no certificate. So if gRPC asks for an operator's certificate, this
-port serves only calls from this machine.
+port serves only calls from this machine, unless PDMESH_INSECURE_NETWORK is set.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TYPES: Final = {
     ".js": "text/javascript",
     ".svg": "image/svg+xml",
 }
-_MAX_BODY: Final = 2 * MAX_BYTES  # enough for a text in which every byte is escaped
+_MAX_BODY: Final = 2 * MAX_BYTES  # enough for the longest desired state with a `\n` for every byte
 _MAX_READING: Final = 8  # how many bodies are read at once; further requests wait
 _SERVICE: Final = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
 _HEADERS: Final = {
@@ -61,7 +61,7 @@ _LOCAL_ONLY: Final = (
 
 
 class _Caller:
-    """The part of a gRPC context that shows who the caller is."""
+    """Stands in for a gRPC context. It shows who sent an HTTP request."""
 
     def __init__(self, request: Request) -> None:
         self._request = request

@@ -2,9 +2,9 @@
 
 A pin is an operator's order to keep the KV of a prefix, the beginning of a prompt. The prefix is
 given as tokens. This module turns the tokens into names of KV blocks, once for each fingerprint in
-use. A fingerprint identifies a model and a layout of its KV. The bucket in NATS stores only these
-names. Instances read the bucket directly, so a pin does not depend on any master. Every master's
-index of blocks evicts the pinned names last.
+use. A fingerprint identifies a model and a layout of its KV. The bucket in NATS stores these names,
+but no tokens. Instances read the bucket directly, so a pin does not depend on any master. Every
+master's index of blocks evicts the pinned names last.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TICK_S: Final = 1.0
 
 
 class Pins:
-    """The pins, as the leader changes them.
+    """Keeps the pins at every master. Only the leader changes them.
 
     `leadership` returns whether this process leads now, and its epoch. `secret` is the key of the
     block names, which all gateways use as well.
@@ -79,7 +79,7 @@ class Pins:
     async def round(self) -> None:
         """If this master leads, rewrite pins that the bucket has lost (F21), and end expired pins.
 
-        Raises MeshError. The next round then does the rest.
+        Raises MeshError. The next round then tries again.
         """
         is_leader, epoch = self._leadership()
         if not is_leader or self._pins is None or not self._pins.is_current:
@@ -96,7 +96,7 @@ class Pins:
 
         Raises InvalidRequest, ModelNotFound, Unavailable, NotLeader, VersionConflict. After
         Unavailable, the pin may have been stored, and the call may be repeated. After any other
-        error, nothing is pinned.
+        error, nothing has changed.
         """
         pins = self._opened()
         wanted = _wanted(request)
@@ -126,7 +126,7 @@ class Pins:
     async def remove(self, pin_id: str, epoch: int) -> None:
         """Remove a pin.
 
-        Raises InvalidRequest if there is no pin with this id, Unavailable, NotLeader, or
+        Raises InvalidRequest if there is no pin with this id. Also raises Unavailable, NotLeader or
         VersionConflict.
         """
         pin = self._opened().known.get(pin_id)
@@ -135,9 +135,9 @@ class Pins:
         await self._forget(pin, epoch, "removed")
 
     def states(self) -> list[pb.PinState]:
-        """All pins, with the instances that hold their blocks.
+        """All pins, with the instances whose host pools hold their blocks.
 
-        Raises Unavailable while the pins are not known.
+        Raises Unavailable while the pins cannot be read or may be outdated.
         """
         known = self._opened().known
         return [self._state(known[pin_id]) for pin_id in sorted(known)]

@@ -96,7 +96,7 @@ class ClusterView:
     def current(self) -> tuple[Desired, Adjustments] | None:
         """The operators' desired state, and the leader's adjustments to it.
 
-        None until a version has been read.
+        None until `read` has read the current version.
         """
         if self.version is None or (desired := self._reader.known(self.version)) is None:
             return None
@@ -110,7 +110,7 @@ class ClusterView:
     def why_unreadable(self) -> str | None:
         """Why the current version cannot be read.
 
-        Empty if it can be read. None if `read` has not tried it yet.
+        Empty if it can be read. None if `read` has not tried it yet, or if there is no version.
         """
         if self.version is None or not self._reader.has_read(self.version):
             return None
@@ -133,7 +133,7 @@ class ClusterView:
         )
 
     def observe(self, epoch: int, version: int, desired: Desired) -> Observed:
-        """The input of the group controller, from the desired state `desired`."""
+        """The input of the group controller. `desired` does not include the adjustments."""
         seen: dict[str, InstanceStatus] = {}
         for instance_id, record in self.registry.records.items():
             instance = self.fleet.instances.get(instance_id)

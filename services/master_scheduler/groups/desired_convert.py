@@ -108,9 +108,9 @@ def move_from(each: pb.PendingMove) -> Move:
 
 
 def entries_from(lines: Iterable[ScheduleLine]) -> list[ScheduleEntry]:
-    """Turn the schedule's lines of the file into entries.
+    """Convert the lines of the part `schedules` of a desired state to entries.
 
-    An entry's name is the line's content, so the name stays when an operator moves the line within
+    An entry's name is the line's content, so the name stays if an operator moves the line within
     the file. If two lines are equal, the second gets another name.
     """
     entries: list[ScheduleEntry] = []

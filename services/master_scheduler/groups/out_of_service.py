@@ -2,8 +2,8 @@
 
 The list is stored in NATS. All masters read the list, and the leader writes it. If two operators
 change an entry at the same time, the second write is refused. `core.health.ejection_cap` decides
-which faulty instances are ejected. If an operator puts an instance back, its present fault no
-longer counts. The health-monitor then judges the instance again, and may find another fault.
+which faulty instances are ejected. If an operator puts an instance back, its present fault does not
+eject it again, but a new verdict of the health-monitor may.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class OutOfServiceBook:
         return self._view.known.get(instance_id) if self._view is not None else None
 
     async def take_out(self, entry: OutOfService, epoch: int) -> None:
-        """Write the entry. `epoch` is the epoch in which this was decided.
+        """Write the entry. `epoch` is the epoch of the leadership that decided to write it.
 
         Raises VersionConflict, NotLeader or Unavailable. Raises InvalidRequest if the entry would
         drain an instance that was taken out in the mode AT_ONCE.

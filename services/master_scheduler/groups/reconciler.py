@@ -1,10 +1,10 @@
 """Brings the groups of instances to the desired state, while this master leads.
 
-Each round reads the view of the cluster, lets the group controller decide, and writes the decisions
-at once: assignments and ejections. It also publishes an event for each step of a group, for example
+Each round reads the view of the cluster, ejects faulty instances, lets the group controller decide,
+and writes its assignments at once. It also publishes an event for each step of a group, for example
 when a member was lost. If a write fails, the round ends, and the next round reads the view again.
-Without a current view and a readable desired state, nothing is decided, because a wrong guess could
-drain all instances.
+Without a current view, nothing is decided, because a wrong guess could drain all instances. If the
+desired state cannot be read, the last readable version stays in force.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from pdmesh.telemetry import metrics, names
 log = structlog.get_logger(__name__)
 
 _TICK_S: Final = 0.5  # the longest time between two rounds, to notice expired time limits
-_GAP_S: Final = 0.02  # a round begins this much later, to include changes that come together
+_GAP_S: Final = 0.02  # the wait after a change, so that one round handles several changes
 
 
 class GroupReconciler:
@@ -62,7 +62,7 @@ class GroupReconciler:
         self.controller = GroupController()
         self.observed: Observed | None = None  # the controller's input in the last round
         self._observed_round: Round | None = None  # made from `observed` when it is needed
-        self.paused = ""  # the reason why the leader decides nothing now, if so
+        self.paused = ""  # why the view is outdated or the file unreadable; else empty
         self.on_step: Callable[[AnnounceStep], None] = lambda step: None
         self._epoch = 0
 
@@ -87,7 +87,7 @@ class GroupReconciler:
 
     @property
     def current(self) -> tuple[Desired, Adjustments] | None:
-        """The same as `ClusterView.current`, but None while this leader cannot act."""
+        """The same as `ClusterView.current`, but None while `paused` gives a reason."""
         return None if self.paused else self.view.current
 
     def blanks(self, racks: tuple[str, ...] = ()) -> Counter[str]:
@@ -149,7 +149,7 @@ class GroupReconciler:
         await self._carry_out(effects, self.view.assignments, epoch)
 
     def _pause(self, reason: str, why: str) -> None:
-        """Count each skipped round, and log when the reason changes."""
+        """Set `paused` to `why`. Count each round with a reason, and log when `paused` changes."""
         if reason:
             _skipped.add(1, {names.ATTR_REASON: reason})
         if why != self.paused:

@@ -162,8 +162,9 @@ class HistoryFeed:
     def _is_served(self, request: EndedRequest) -> bool:
         """Whether an instance serves the request's scenario.
 
-        If not, the client may have invented the scenario's name. An answered request always counts
-        as served, because its instance may have gone since then.
+        If not, the client may have invented the scenario's name, so the request begins no new
+        history. An answered request always counts as served, because its instance may have gone
+        since then.
         """
         if request.outcome == "completed":
             return True

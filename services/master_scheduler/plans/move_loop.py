@@ -188,7 +188,7 @@ class MoveLoop:
     def _own(self, scenario: str, epoch: int) -> Groups:
         """The groups with prefills and decodes, of all scenarios.
 
-        Raises CannotMove if no group serves `scenario`.
+        Raises CannotMove if no group serves `scenario`, or if this leader cannot act now.
         """
         if self._groups.current is None or epoch != self._epoch:
             raise CannotMove(self._groups.paused or "this master has not examined the groups yet")
@@ -231,10 +231,10 @@ class MoveLoop:
         return replace(group, region=region, num_blank=num_blank // self._ranks_of(group.group_id))
 
     def _ranks_of(self, group_id: str) -> int:
-        """The number of instances in a new member of the group, which is a prefill or a decode.
+        """The number of instances that form one new prefill or decode of the group.
 
-        A member with data parallelism consists of several instances. If prefills and decodes
-        differ, the larger number is returned.
+        It is more than 1 with data parallelism. If prefills and decodes differ, it is the larger
+        number.
         """
         observed = self._groups.observed
         wanted = observed.wanted.groups.get(group_id) if observed is not None else None

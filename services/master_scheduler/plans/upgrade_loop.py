@@ -50,7 +50,7 @@ log = structlog.get_logger(__name__)
 _TICK_S: Final = 1.0
 _AUTHOR: Final = "master-scheduler"
 _FAULTY_STEPS: Final = frozenset({"lost", "failed"})  # steps that a bad revision may cause
-_OF_HARDWARE: Final = ("DEVICE_", "NODE_")  # prefixes of faults that no revision causes
+_OF_HARDWARE: Final = ("DEVICE_", "NODE_")  # prefixes of a fault's reasons that no revision causes
 
 
 class Plans(Protocol):
@@ -105,7 +105,7 @@ class UpgradeLoop:
             await asyncio.sleep(_TICK_S)
 
     async def round(self) -> None:
-        """Read, decide and write, if this master leads and its reconciler acts."""
+        """Read, decide and write, if this master leads and its reconciler is not paused."""
         # Masters that do not lead need the shares as well, in case they become the leader.
         self._on_shares(shares(self._view.upgrades.values()))
         async with self._deciding:
@@ -173,7 +173,7 @@ class UpgradeLoop:
             self._controller.handle(MemberLost(group_revision, step.instance_id), self._clock())
 
     def _faulty(self) -> Mapping[GroupRevision, Mapping[str, str]]:
-        """Instances with a fault, even a suspected one, that hardware does not explain.
+        """The instances with a fault of any level that has a reason other than hardware.
 
         The result maps each group and revision to its faulty instances, with a reason for each.
         """

@@ -199,7 +199,7 @@ def history_text(versions: Iterable[pb.DesiredVersion]) -> str:
 
 
 def groups_text(states: pb.ListGroupStatesResponse, how_to_apply: str = "pdmesh apply FILE") -> str:
-    """The groups with their members, then the blank instances and the ones out of service."""
+    """The text of `pdmesh groups`: groups, members, upgrades, and instances outside of groups."""
     groups = [
         (
             group.group_id, group.scenario, group.state,

@@ -1,6 +1,6 @@
 """`pdmesh keys`: issues, lists and revokes the API keys in a key file.
 
-Running gateways read a changed file within two seconds.
+Running gateways and masters read a changed file within two seconds.
 """
 
 from __future__ import annotations

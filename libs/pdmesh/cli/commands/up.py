@@ -262,7 +262,7 @@ def _keys_file(options: argparse.Namespace) -> Path | None:
 def _regions(options: argparse.Namespace, named: tuple[str, ...]) -> tuple[str, ...]:
     """The regions in --regions, or else the ones in --groups.
 
-    Raises CommandFailed if --groups has a region that --regions lacks.
+    Raises CommandFailed if --regions is malformed, or lacks a region that --groups has.
     """
     if options.regions is None:
         return named
@@ -386,7 +386,8 @@ def _detach(options: argparse.Namespace) -> int:
 def _follow(launcher: subprocess.Popen[bytes], lines: IO[str], options: argparse.Namespace) -> int:
     """Show the launcher's output until its mesh is ready or the launcher has ended.
 
-    Raises CommandFailed if a signal killed the launcher, or if it failed without any output.
+    Raises CommandFailed if a signal killed the launcher, or if it failed and its output cannot say
+    why, because there is none or the disk is full.
     """
     has_said = False
     while launcher.poll() is None:

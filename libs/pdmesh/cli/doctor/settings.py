@@ -1,4 +1,7 @@
-"""Examines the settings in the environment, by asking every service how it reads them."""
+"""Examines the settings in the environment, by asking services how they read them.
+
+The node agent is not asked.
+"""
 
 from __future__ import annotations
 

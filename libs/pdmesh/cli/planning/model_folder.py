@@ -77,7 +77,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _weight_bytes(folder: Path) -> int:
-    """The size of the weights. If a folder has two formats, only the first one counts."""
+    """The size of the weights. Of several formats, only the first in `_WEIGHTS` counts."""
     for pattern in _WEIGHTS:
         if sizes := [path.stat().st_size for path in folder.glob(pattern)]:
             return sum(sizes)

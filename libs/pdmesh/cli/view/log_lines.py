@@ -73,7 +73,7 @@ class LogTail:
         self._path, self._offset, self._rest = path, offset, b""
 
     def new_lines(self) -> list[str]:
-        """The complete lines since the last call, from at most 1 MiB.
+        """Read on from the last call, at most 1 MiB, and return the lines that are complete.
 
         Returns nothing if the file is gone.
         """

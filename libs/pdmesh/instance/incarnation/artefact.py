@@ -3,7 +3,7 @@ S20).
 
 An artefact is a model made ready for one role, in a folder with a manifest. The manifest names the
 role, each file with its hash, and the engine's settings for which the artefact was made. Prefill
-and decode have different artefacts, and an instance refuses an artefact of the other role. The
+and decode have different artefacts, and an instance refuses an artefact of another role. The
 manifest's `revision` is a hash over the files and the settings that change the bytes of KV. So the
 two artefacts of one model have the same revision, and an upgraded model has another one.
 """
@@ -101,9 +101,9 @@ def check_role(artefact: Artefact, role: Role) -> None:
 
 
 def fetch(artefact: Artefact, cache_dir: Path) -> Artefact:
-    """Copy the artefact to the cache, unless the cache has a copy already. Blocks.
+    """Copy the artefact to the cache, unless the cache has a copy already.
 
-    Raises RoleRefused: FETCH_FAILED.
+    This call blocks. Raises RoleRefused: FETCH_FAILED.
     """
     target = cache_dir / artefact.key
     if not target.is_dir():
@@ -125,10 +125,10 @@ def fetch(artefact: Artefact, cache_dir: Path) -> Artefact:
 
 
 def fetch_again(artefact: Artefact, cache_dir: Path) -> Artefact:
-    """Replace a copy that `verify` found damaged. Blocks. Raises RoleRefused: FETCH_FAILED.
+    """Replace a copy that `verify` found damaged. Raises RoleRefused: FETCH_FAILED.
 
-    A lock lets only one process at a time do this. If another process has replaced the copy, the
-    new copy is kept.
+    This call blocks. A lock lets only one process at a time do this. If another process has
+    replaced the copy, the new copy is kept.
     """
     target = cache_dir / artefact.key
     with (cache_dir / f"{artefact.key}.lock").open("w") as lock:
@@ -165,7 +165,7 @@ def checked_copy(source: Artefact, cache_dir: Path, measure: Measure) -> Artefac
 def verify(artefact: Artefact) -> None:
     """Check that every file is there and unchanged since it was built.
 
-    Blocks. Raises RoleRefused: WRONG_HASH.
+    This call blocks. Raises RoleRefused: WRONG_HASH.
     """
     for entry in artefact.manifest.files:
         path = artefact.folder / entry.path

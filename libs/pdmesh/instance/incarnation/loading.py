@@ -111,7 +111,7 @@ async def with_artefact(
 ) -> tuple[InstanceSettings, Artefact | None]:
     """Verify the role spec's artefact, if it has one.
 
-    Returns the settings, changed by the options of the artefact and of the role spec, and the
+    Returns the settings with the options of the artefact and of the role spec, and then the
     artefact. Raises RoleRefused.
     """
     if not role_spec.manifest:

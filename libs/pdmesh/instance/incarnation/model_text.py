@@ -1,6 +1,6 @@
 """Finds the tokenizer files of the model that this instance has loaded, for gateways.
 
-If gateways cannot read the model's files, they are converted into a temporary folder.
+Files that gateways cannot read are converted into a temporary folder.
 """
 
 from __future__ import annotations

@@ -160,8 +160,8 @@ class Parsed:
 def parse(m: Prefill | Start, capacity: Capacity) -> Parsed:
     """Raises InvalidRequest.
 
-    A command has one hash for each full block of the prompt. Without hashes, the request shares no
-    KV with others.
+    A command has one hash for each full block of the prompt, or no hashes. Without hashes, the
+    request shares no KV with others.
     """
     prompt = prompt_from_bytes(m.prompt_token_ids)
     hashes = tuple(m.block_hashes)
@@ -312,9 +312,9 @@ def adapter_from_proto(m: common_pb2.Adapter) -> Adapter:
 def _check_ticket(ticket: common_pb2.Ticket, num_tokens: int, capacity: Capacity) -> None:
     """Check the ticket's numbers.
 
-    A ticket with another fingerprint is not checked, because admission refuses it. The ticket must
-    have the number of bytes to transfer. For layers with windows or states, this number is smaller
-    than the number of reserved bytes.
+    A ticket with another fingerprint is not checked, because admission refuses it. The ticket's
+    `kv_bytes` must be the number of bytes to transfer. For layers with windows or states, this is
+    smaller than the number of reserved bytes.
     """
     if len(ticket.ticket_id.encode()) > MAX_TICKET_ID:
         raise InvalidRequest(f"must have at most {MAX_TICKET_ID} bytes", field="ticket.ticket_id")

@@ -91,7 +91,7 @@ def _engine_total(
 def engine_counts(
     labels_of: Mapping[str, metrics.Labels],
 ) -> Iterable[tuple[float, metrics.Labels]]:
-    """The engine's own counters. `labels_of` gives the labels for each of the engine's names."""
+    """The engine's own counters. `labels_of` maps a counter's name in the engine to its labels."""
     numbers = {} if _Shown.host is None else _Shown.host.engine_numbers
     return [(numbers[own], labels) for own, labels in labels_of.items() if own in numbers]
 

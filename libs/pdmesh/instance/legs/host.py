@@ -300,7 +300,7 @@ class InstanceHost:
                     outbox.flush()
 
     def fail_all(self, reason: str, message: str) -> None:
-        """The engine is lost: fail every leg, end all sessions, and accept no new leg."""
+        """The instance must end: fail every leg, end all sessions, and accept no new leg."""
         self._sources.on_error(reason, message, "")
         for leg in self._life.table.all():
             failure = Failed(leg.number, reason, message)

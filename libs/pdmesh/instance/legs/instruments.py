@@ -95,7 +95,7 @@ peer_checks: Final = metrics.counter(
 
 
 def forget_tiers() -> None:
-    """Clear the last report, which belongs to an incarnation that has ended."""
+    """Clear the tiers' numbers, which the engine of an ended incarnation reported."""
     for by_tier in (tier_bytes_used, tier_pinned, tier_leased):
         by_tier.clear()
 

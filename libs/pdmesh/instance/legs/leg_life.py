@@ -1,9 +1,10 @@
 """Begins and ends the legs of an instance: admission, jobs for the engine, freeing of memory.
 
 A leg is a request's stay on this instance. The admission core may refuse a leg. This module refuses
-a decode if the instance that has its KV is ejected. Both decisions are made without the engine
-(S40). The KV of a prefill waits in a range of memory. A ticket is a decode's right to pull this KV.
-So the slot and the range of the prefill are freed only when the ticket closes (S41).
+a decode if its KV is on an instance that this one has ejected as a source. Both decisions are made
+without the engine (S40). The KV of a prefill waits in a range of memory. A ticket is a decode's
+right to pull this KV. So the slot and the range of the prefill are freed only when the ticket
+closes (S41).
 
 In per-layer mode, the ticket opens while the prefill computes. An early decode, which is chosen at
 that time, pulls the KV of each layer as soon as the layer is computed.
@@ -312,7 +313,7 @@ class LegLife:
         )
 
     def join(self, leg: Leg, first_token: int) -> None:
-        """Prefill is done, so the decode may pull the rest of the KV."""
+        """Prefill has drawn `first_token`, so the decode may pull the rest of the KV."""
         self._engine.join(leg.number, first_token)
         leg.is_joined = True
         self._bound_pull(leg)
@@ -373,7 +374,10 @@ class LegLife:
         self.close(leg, "failed" if _is_of_instance(failure) else "refused")
 
     def close(self, leg: Leg, outcome: str) -> None:
-        """End a leg whose last event was sent. A prefill that staged no KV is freed at once."""
+        """End a leg whose last event was sent.
+
+        A prefill that ends here in whole mode hands on no KV, so its range is freed at once.
+        """
         self.forget(leg, outcome)
         now = self._clock()
         self.admission.ended(leg.number, now)

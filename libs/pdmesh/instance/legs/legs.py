@@ -30,7 +30,7 @@ class Leg:
     trace_id: str = ""
     ticket_id: str = ""  # empty unless a prefill stages KV
     source: KvSource | None = None  # for a decode: where its KV comes from
-    compute_s_per_byte: float = 0.0  # for a decode: prefill's time per byte, or 0
+    compute_s_per_byte: float = 0.0  # for a decode: compute time of a byte at the prefill
     is_per_layer: bool = False  # for a prefill: the ticket opens while it computes
     began_at: float = 0.0  # when it was admitted, on the host's clock
     is_pulling: bool = False  # for a decode: the pull of its KV has begun

@@ -23,8 +23,8 @@ class ModelTextSource:
     async def pieces(self, digest: str) -> AsyncGenerator[GetModelTextResponse, None]:
         """Yield the files with this digest.
 
-        A file may have changed since the engine was loaded, so the gateway must compare the digest
-        of the received files. Raises InvalidRequest, Overloaded, Unavailable.
+        A file may have changed since the engine was loaded, so the gateway must check that the
+        received files have this digest. Raises InvalidRequest, Overloaded, Unavailable.
         """
         text = self._text
         if text is None or text.digest != digest:

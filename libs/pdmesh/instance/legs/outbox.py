@@ -160,7 +160,7 @@ class Outbox:
         self._ready.set()
 
     def close(self) -> None:
-        """Let the writer end once it has taken the rest."""
+        """Let the writer end once it has taken the waiting output."""
         self.is_closed = True
         self._ready.set()
 

@@ -33,7 +33,7 @@ MAX_ERRORS: Final = 256  # waiting to be published
 
 @dataclass(slots=True)
 class BlockDelta:
-    """The net changes of a tier's blocks since the last event. Pure."""
+    """The net changes of a tier's blocks since the last event."""
 
     is_cleared: bool = False
     removed: dict[bytes, None] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class KvBlocksPublisher:
             await self._publish()
 
     async def publish_rest(self) -> None:
-        """Publish what was added since `run` ended."""
+        """Publish the changes that `run` has not published. Call this after `run` has ended."""
         await self._publish()
 
     async def _publish(self) -> None:
@@ -112,9 +112,8 @@ class KvBlocksPublisher:
 
 
 class LoadPublisher:
-    """Publishes the load that `read` returns, with the requests that `book` has noted.
-
-    `book` names the requests that were admitted or computed since the last report.
+    """Publishes the load that `read` returns, and the requests from `book`: those that were
+    admitted or computed since the last report.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ from pdmesh.errors import InvalidRequest
 
 _NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
 _CLUSTER_SIZES: Final = (3, 5)  # a majority is left when one server is lost
-_FOLDERS: Final = frozenset({"authority", "admin"})  # these folders are beside the hosts' folders
+_FOLDERS: Final = frozenset({"authority", "admin"})  # folders beside those of the hosts
 _MAX_HOSTS: Final = 256
 _Count = Annotated[int, Field(ge=0, le=4096)]
 _Port = Annotated[int, Field(ge=1, le=65_535)]

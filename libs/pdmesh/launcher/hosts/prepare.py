@@ -1,6 +1,6 @@
-"""Writes a folder for each host, and a folder with the mesh's certificate authority and secrets.
+"""Writes a folder for each host, and a folder with the mesh's certificate authorities and secrets.
 
-A second run keeps the authority and the secrets, and makes new certificates. Run it again after
+A second run keeps the authorities and the secrets, and makes new certificates. Run it again after
 hosts were added, and before the certificates expire.
 """
 
@@ -91,7 +91,7 @@ def _prepare_servers(
 
 
 def redis_users(passwords: Mapping[str, str]) -> str:
-    """The ACL file of Redis' servers, with users for services, replicas and sentinels."""
+    """The ACL file of Redis' servers: users for services, operators, replicas and sentinels."""
     return (
         redis_acl({role: passwords[role] for role in REDIS_ROLES})
         + server_user(REPLICA_USER, passwords[REPLICA_USER], _REPLICA)
@@ -100,9 +100,9 @@ def redis_users(passwords: Mapping[str, str]) -> str:
 
 
 def sentinel_users(passwords: Mapping[str, str]) -> str:
-    """The ACL file of the sentinels, with users for services and for other sentinels.
+    """The ACL file of the sentinels, with users for other sentinels and for clients.
 
-    Services ask a sentinel for the primary.
+    Clients (services and operators) ask a sentinel for the primary.
     """
     users = [server_user(role, passwords[role], _OF_CLIENTS) for role in sorted(REDIS_ROLES)]
     users.append(server_user(SENTINEL_USER, passwords[SENTINEL_USER], _OF_SENTINELS))

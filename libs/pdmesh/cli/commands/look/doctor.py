@@ -130,7 +130,7 @@ def _healths(seen: status.Status) -> dict[str, str]:
 
 
 async def _ahead_s(bus: NatsBus) -> dict[str, float]:
-    """The seconds by which each instance's clock is ahead of ours, by its heartbeats."""
+    """The seconds by which each process's clock is ahead of ours, by its heartbeats."""
     ahead: dict[str, float] = {}
 
     async def on_heartbeat(message: Message) -> None:
@@ -138,7 +138,7 @@ async def _ahead_s(bus: NatsBus) -> dict[str, float]:
         ahead[header.publisher_id] = header.occurred_at.ToMicroseconds() / 1e6 - time.time()
 
     await bus.subscribe(subjects.health_instance(), on_heartbeat, on_gap=lambda: None)
-    # This is long enough, because an instance sends three heartbeats per lease.
+    # This is long enough with the default lease: a process sends three heartbeats per lease.
     await asyncio.sleep(WATCHER_LEASE_S / 2)
     return ahead
 

@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _show(options: argparse.Namespace, folder: Path) -> None:
     # The tails begin before the files are read, so that no line is missed. A line that is written
-    # during the reading is shown twice.
+    # while the files are read may be shown twice.
     tails = _Tails(folder, options.processes)
     _print(options, latest(_chosen(options, read_logs(folder, options.processes)), options.lines))
     if options.follow:

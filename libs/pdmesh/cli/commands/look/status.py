@@ -48,7 +48,7 @@ class Row:
     group: str = ""
     domain: str = ""  # a rank of a data-parallel domain, for example `chat-d7 3/8`
     region: str = ""
-    phase: str = ""  # the instance's phase, from blank to serving
+    phase: str = ""  # the instance's phase, for example blank or ready
     health: str = ""
     fault_level: int = 0
     fault: str = ""  # the reasons for `fault_level`
