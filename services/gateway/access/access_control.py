@@ -199,7 +199,10 @@ class KeyedAccess:
         return {} if self._keys is None else self._keys.keyring.tenants
 
     def _known(self) -> Mapping[str, Tenant]:
-        """All tenants. For a tenant of the key file, the limits in the file apply."""
+        """The tenants of the key file, and those that tokens have named.
+
+        For a tenant of the key file, the limits in the file apply.
+        """
         if self._client_tokens is None:
             return self._in_file
         return ChainMap(dict(self._in_file), dict(self._client_tokens.tenants))
