@@ -1,4 +1,4 @@
-"""The types of the public port's answers, for `/openapi.json`.
+"""The types of answers in `/openapi.json`, except those of messages, responses and pooling.
 
 For speed, `format` and `logprobs` write answers without these types. The tests decode real answers
 with these types, which refuse unknown fields.

@@ -51,7 +51,7 @@ class MessageWriter:
         self._index = -1  # the place of the open block, or of the last one if none is open
         self._kind: str | int | None = None
         self._before = b""  # the bytes before each delta of the open block
-        self._arguments: list[str] | None = None  # pieces of the last call's arguments
+        self._arguments: list[str] | None = None  # pieces of the last tool call's arguments
         self._stop: Json = {}
 
     def opening(self) -> bytes:

@@ -53,10 +53,10 @@ class TextLogprobs:
 def _place(text: bytes, tokens: list[bytes], *, is_first: bool) -> tuple[int, int]:
     """The range of the tokens that contain this text.
 
-    If no tokens contain it, the range of the last tokens that have as many bytes. If the text
-    occurs several times, the last occurrence is used. With `is_first`, other text follows, which
-    may repeat this text. So the first occurrence is used, preferably the first that begins with a
-    token.
+    If no tokens contain it, this is the range of the last tokens that have as many bytes. If the
+    text occurs several times, the last occurrence is used. With `is_first`, other text follows,
+    which may repeat this text. So the first occurrence is used, preferably the first that begins
+    with a token.
     """
     whole = b"".join(tokens)
     ends = list(accumulate(map(len, tokens)))
