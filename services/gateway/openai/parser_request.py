@@ -34,7 +34,7 @@ async def parsing_of(
     constrained_prompt: bytes = b"",
     form_field: str = "",
 ) -> Parsing | None:
-    """How to parse the answers, or None if they are plain text. Raises MeshError.
+    """How to parse the answers, or None if they are not parsed. Raises MeshError.
 
     `constrained_prompt` has the prompt's tokens if the answers may have a constraint. `form_field`
     is the field that asks for a form of the answers, or empty.
