@@ -61,7 +61,7 @@ class ParserFailed(MeshError):
 
 
 class UnusableParsers(InvalidRequest):
-    """The model's tokenizer lacks tokens that its parsers need."""
+    """The model's parsers cannot be loaded, for example because its tokenizer lacks tokens."""
 
     default_reason = "UNSUPPORTED_FIELD"
 

@@ -28,8 +28,8 @@ class PrepareAnswer(msgspec.Struct, tag=True):
     """Asks what the parsers of an answer to `request` need.
 
     They may need a constraint in the engine, or special tokens in the text. `constrained_prompt` is
-    the prompt if the answer has a constraint, else empty. The prompt decides whether the constraint
-    begins after the reasoning.
+    the prompt if the answer may have a constraint, else empty. The prompt decides whether the
+    constraint begins after the reasoning.
     """
 
     model: str
