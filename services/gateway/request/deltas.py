@@ -1,6 +1,6 @@
 """Reads the output of a call's choices (answers): all at once, or piece by piece as a stream.
 
-If the call asks for reasoning or tool calls, the output is parsed here. Every API of the gateway
+If the output may have reasoning or tool calls, it is parsed here. Every API that generates text
 takes its answers from this module, so that the same call gets the same answer over each API.
 """
 

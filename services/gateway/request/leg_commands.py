@@ -143,8 +143,8 @@ class LegCommands:
     ) -> Command:
         """The command that starts a decode leg.
 
-        The decode continues after the last token that was emitted so far. An early decode is
-        started before the prefill has drawn this token, and receives it later.
+        The decode continues after the token that the prefill has drawn. An early decode is started
+        before the prefill has drawn this token, and receives it later.
         """
         replayed = list(emitted[: effect.num_replayed])
         ticket = effect.ticket.wire
