@@ -7,7 +7,7 @@ conversation is refused if its prompt has more than `max_chars` characters.
 Some templates read a message's content as text, some as a list of parts, and some as either. To
 find out, each template is tried with both forms when it is loaded. As in vLLM, a template that can
 read parts gets parts. Other templates get one text with a line for each part. An image is a part
-without text.
+without text, or a line with its placeholder.
 """
 
 from __future__ import annotations
