@@ -43,7 +43,7 @@ log = structlog.get_logger(__name__)
 
 _DAY_S: Final = 86400
 _TICK_S: Final = 1.0
-_ASK_S: Final = 0.5  # how long a call waits for a part
+_ASK_S: Final = 0.5  # how long a call waits for parts or tokens
 _ASK_AGAIN_S: Final = 0.25  # the pause after an `_ask` that got nothing or did not reach NATS
 _ATTEMPTS: Final = 5  # to write a ledger that other gateways write at the same time
 _CLOSE_S: Final = 2.0  # how long a stopping process waits for the last writes of all tenants
