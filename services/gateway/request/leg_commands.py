@@ -1,7 +1,7 @@
 """Makes the protobuf messages of one choice, which go to the master and to instances.
 
 The request core (`core.request`) decides what happens next, and returns each decision as an effect.
-Each method here turns one kind of effect into a message. A choice is one answer of a call, and a
+Most methods here turn one kind of effect into a message. A choice is one answer of a call, and a
 leg is the choice's stay on one instance. An early decode is chosen as soon as a prefill has
 accepted the choice.
 """
