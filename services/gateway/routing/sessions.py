@@ -66,7 +66,7 @@ SlotsFreed = Callable[[str, int], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineProgress:
-    """The time at which an instance's engine last showed progress, and its counters then."""
+    """When an instance's engine last showed progress, and the counters of its last report."""
 
     at: float
     num_signs: int
@@ -275,7 +275,7 @@ class InstanceSession:
             owner.on_event(fact, event)
 
     def _tell_soon(self) -> None:
-        """Call waiting requests soon, because a prompt may have freed a slot.
+        """Wake waiting requests soon, because the slot of a prompt may be free again.
 
         This happens in the next iteration of the event loop. If the gateway gave up the prompt, the
         command that aborts the prompt is in the outbox by then. This command must reach the
