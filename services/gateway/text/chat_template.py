@@ -42,7 +42,7 @@ _TEMPLATE_FAULTS: Final = (
 _TRIED_TEXTS: Final = ("pdmesh-first", "pdmesh-second")
 # Marks the end of the final message in the prompt. A template may remove the tag's last space.
 _END_TAG: Final = "CONTINUE_FINAL_MESSAGE_TAG "
-# Appears only if the template prints a part as a whole instead of its text.
+# A further key of the tried parts. The prompt has it only if the template prints parts as a whole.
 _TRIED_KEY: Final = "pdmesh-key"
 
 # The names of templates in a model directory.
