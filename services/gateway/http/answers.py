@@ -44,7 +44,7 @@ class CompletionTokensDetails(Answer):
 
 
 class UsageAnswer(Answer):
-    """`completion_tokens_details` is absent unless the answer is parsed for reasoning or calls."""
+    """`completion_tokens_details` is absent unless answers are parsed (`CallSpec.parsing`)."""
 
     prompt_tokens: int
     completion_tokens: int

@@ -29,7 +29,7 @@ async def scoring_spec(
     request: ScoreRequest | RerankRequest,
     served: ServedModel,
 ) -> PoolingSpec:
-    """`base` with the task and the inputs that score the texts. Raises MeshError."""
+    """`base` with its task, and with the inputs made from the texts. Raises MeshError."""
     cut = cut_of(request, served.context_length)
     scored = await _limited(scored, request, served)
     facts = base.model.facts

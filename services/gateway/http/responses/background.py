@@ -42,8 +42,7 @@ _Name = tuple[str, str]  # the tenant's name, and the id of the response
 class BackgroundCall:
     """A call in the background.
 
-    When the call ends, `keep` stores the response, and the permission for the call, `permit`, is
-    given back.
+    When the call ends, `permit` is given back, and `keep` stores the response.
     """
 
     call: Call

@@ -2,7 +2,7 @@
 
 A parser splits an answer into reasoning, text and tool calls, but does not say which tokens belong
 to which. So this module searches for the text in the bytes of the last tokens, after the bytes of
-the reasoning and before the bytes of the calls.
+the reasoning and before the bytes of the tool calls.
 """
 
 from __future__ import annotations
