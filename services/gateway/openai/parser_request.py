@@ -86,8 +86,8 @@ def asked_calls(constraint: str, request: ChatCompletionRequest) -> AskedGrammar
 def parser_request(request: ChatCompletionRequest) -> bytes:
     """The request for the parsers.
 
-    It has as many tool calls as all messages of the chat together, because some models number calls
-    through the whole chat. The rest of the messages is left out.
+    It has as many tool calls as all messages of the chat together, because some models number tool
+    calls through the whole chat. The rest of the messages is left out.
     """
     return msgspec.json.encode(
         {
