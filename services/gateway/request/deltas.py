@@ -34,7 +34,7 @@ class AnswerStream:
         self.failure: Exception | None = None
 
     async def news(self) -> list[TextDelta]:
-        """Wait for output and return it. Raises ParserFailed, ParserUnavailable."""
+        """Wait for output and return it. Raises InvalidRequest, ParserFailed, ParserUnavailable."""
         await self._call.changed()
         taken = self._call.take()
         shown = taken if self._parser is None else await self._parser.parsed(taken)
@@ -58,7 +58,7 @@ class AnswerStream:
 async def whole_text(call: Call) -> list[TextDelta]:
     """The whole output of each choice.
 
-    Raises the error of a choice that failed, or ClientDisconnected.
+    Raises the error of a choice that failed, ClientDisconnected, or an error of the parsers.
     """
     deltas = await _whole_choices(call)
     parser = _parser_of(call, is_whole=True)
