@@ -4,9 +4,10 @@ A part is a piece of a tenant's limit, which one gateway holds and may grant. Th
 says which gateway holds which parts (`core.tenancy.limit_parts`). All gateways write the ledgers
 into one bucket in NATS.
 
-A call does not wait if this gateway's parts and tokens suffice for it. Otherwise the gateway asks
-the others for more, and the call waits for at most half a second. While NATS is unreachable, each
-gateway continues with its parts and with the tokens that it has leased from daily quotas.
+A call does not wait if this gateway's parts and tokens suffice for it. Otherwise the gateway takes
+free ones or asks the others for some, and the call waits for at most half a second. While NATS is
+unreachable, each gateway continues with its parts and with the tokens that it has leased from daily
+quotas.
 """
 
 from __future__ import annotations
