@@ -290,7 +290,7 @@ class FleetView:
     # --- models ----------------------------------------------------------------------------------
 
     def models(self) -> list[KnownModel]:
-        """The models that can be served now, by name."""
+        """The models and then the adapters that can be served now, each in the order of names."""
         out = self._mesh.out_of_service
         serving = (*self._prefills, *self._fusions, *self._decodes)
         able = {r.model for r in serving if not (r.is_draining or out.is_out(r.instance_id))}
