@@ -26,7 +26,7 @@ _TIMEOUT_S: Final = 10.0
 
 
 class PathProof:
-    """`paths` returns the paths that a request may take now. Paths that differ most come first."""
+    """`paths` returns the paths that a request may take now, in the order in which to probe."""
 
     def __init__(self, paths: Callable[[], Sequence[Path]], gateway_id: str) -> None:
         self._paths, self._gateway_id = paths, gateway_id

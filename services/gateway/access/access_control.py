@@ -1,10 +1,11 @@
 """Decides which clients may call and how much they may use, for both HTTP and gRPC.
 
-This module checks API keys, tokens of an OpenID provider, and the limits of tenants. A permit is
-permission for one call. A call gets its permit before its body is read, so that a refusal costs
-almost no time. The permit ends with the answer. Without a key file and an OpenID provider, all
-clients are one tenant without limits. A tenant's limit is divided into parts, each of which one
-gateway holds and may grant.
+This module checks API keys, tokens of an OpenID provider, and the limits of tenants. The key is
+checked before the body of the call is read, so that a refusal costs almost no time. A permit is
+permission for one call, until its answer ends. An HTTP call gets its permit before its body is
+read, and a gRPC call afterwards. Without a key file and an OpenID provider, all clients are one
+tenant without limits. A tenant's limit is divided into parts, each of which one gateway holds and
+may grant.
 """
 
 from __future__ import annotations
@@ -199,7 +200,10 @@ class KeyedAccess:
         return {} if self._keys is None else self._keys.keyring.tenants
 
     def _known(self) -> Mapping[str, Tenant]:
-        """All tenants. For a tenant of the key file, the limits in the file apply."""
+        """The tenants of the key file, and those that tokens have named.
+
+        For a tenant of the key file, the limits in the file apply.
+        """
         if self._client_tokens is None:
             return self._in_file
         return ChainMap(dict(self._in_file), dict(self._client_tokens.tenants))

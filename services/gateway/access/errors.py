@@ -1,4 +1,4 @@
-"""The errors for clients that are not admitted."""
+"""The errors for a missing or invalid key or token, and for a missing permission."""
 
 from __future__ import annotations
 

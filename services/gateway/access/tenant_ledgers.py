@@ -4,9 +4,10 @@ A part is a piece of a tenant's limit, which one gateway holds and may grant. Th
 says which gateway holds which parts (`core.tenancy.limit_parts`). All gateways write the ledgers
 into one bucket in NATS.
 
-A call does not wait if this gateway holds a part of the limit. Otherwise the gateway asks the
-others for a part, and the call waits for at most half a second. While NATS is unreachable, each
-gateway continues with its parts and with the tokens that it has leased from daily quotas.
+A call does not wait if this gateway's parts and tokens suffice for it. Otherwise the gateway takes
+free ones or asks the others for some, and the call waits for at most half a second. While NATS is
+unreachable, each gateway continues with its parts and with the tokens that it has leased from daily
+quotas.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ log = structlog.get_logger(__name__)
 
 _DAY_S: Final = 86400
 _TICK_S: Final = 1.0
-_ASK_S: Final = 0.5  # how long a call waits for a part
-_ASK_AGAIN_S: Final = 0.25  # the pause after a request that got nothing, or that NATS refused
+_ASK_S: Final = 0.5  # how long a call waits for parts or tokens
+_ASK_AGAIN_S: Final = 0.25  # the pause after an `_ask` that got nothing or did not reach NATS
 _ATTEMPTS: Final = 5  # to write a ledger that other gateways write at the same time
 _CLOSE_S: Final = 2.0  # how long a stopping process waits for the last writes of all tenants
 _MAX_GONE: Final = 1024
@@ -231,9 +232,9 @@ class TenantLedgers:
             log.debug("tenants.no_ledger", reason=exc.message)
 
     async def _write(self, tenant: Tenant, ledger: Ledger | None) -> bool:
-        """Write a ledger. Return False if another gateway wrote first. Raises Unavailable.
+        """Write a ledger. Raises Unavailable.
 
-        If another gateway wrote first, its ledger has been read.
+        If another gateway wrote first, read its ledger and return False.
         """
         if ledger is None:
             return True

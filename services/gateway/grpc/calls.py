@@ -1,4 +1,4 @@
-"""Turns requests of the gRPC API into call specs, by way of the equivalent OpenAI requests."""
+"""Turns requests of the gRPC API into OpenAI requests, and these into call specs or results."""
 
 from __future__ import annotations
 

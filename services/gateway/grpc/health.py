@@ -62,7 +62,7 @@ class HealthServicer:
             self._tell()
 
     def close(self) -> None:
-        """Answer NOT_SERVING from now on. Each watch sends this answer and ends."""
+        """Report `services` as NOT_SERVING from now on. Each watch reports this change and ends."""
         self._is_serving, self._is_closing = False, True
         self._tell()
 

@@ -1,8 +1,8 @@
 """The mesh's own client API: pdmesh.v1.InferenceService, with health and reflection.
 
 A call is one request of a client, with one or more choices. Calls are handled as over HTTP. A
-method that generates text makes a CallSpec, opens a call, and returns the call's deltas, which are
-pieces of the answer.
+method that generates text makes a CallSpec, opens a call, and sends the answer: as pieces, which
+are called deltas, or as a whole.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Translates requests of the gRPC API into OpenAI requests, whose fields have the same meaning.
 
 `NAMES` lists the fields whose names differ, so that errors name the field that the client sent. In
-gRPC, a field that holds JSON is a text. It has the same bounds as JSON in an HTTP body.
+gRPC, a field that holds JSON is a string. It has the same bounds as JSON in an HTTP body.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The types of the public port's answers, for `/openapi.json`.
+"""The types of answers in `/openapi.json`, except those of messages, responses and pooling.
 
 For speed, `format` and `logprobs` write answers without these types. The tests decode real answers
 with these types, which refuse unknown fields.
@@ -44,7 +44,7 @@ class CompletionTokensDetails(Answer):
 
 
 class UsageAnswer(Answer):
-    """`completion_tokens_details` is absent unless the answer is parsed for reasoning or calls."""
+    """`completion_tokens_details` is absent unless answers are parsed (`CallSpec.parsing`)."""
 
     prompt_tokens: int
     completion_tokens: int

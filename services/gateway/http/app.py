@@ -1,4 +1,4 @@
-"""The gateway's public HTTP endpoint: all its routes, and the handlers of OpenAI's paths.
+"""The gateway's public HTTP endpoint: all its routes, and the handlers of its simpler paths.
 
 The endpoint is a raw ASGI application. A web framework would take more time for a request than all
 other work in the gateway.

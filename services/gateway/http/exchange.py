@@ -7,9 +7,6 @@ disconnects such clients.
 Before an error answer, the gateway reads the rest of the request, within bounds. The connection can
 then be used again. Without this reading, a proxy might reset its client's HTTP/2 stream, because
 the answer came before the end of the request. The client would then see no status.
-
-An endpoint picker is a service that tells a proxy which gateway takes a request. It may also get a
-plan from the master, which names the instances for the request.
 """
 
 from __future__ import annotations
@@ -130,7 +127,7 @@ class HttpExchange:
 
     @property
     def authorization(self) -> str:
-        """The value of the header `authorization`: the API key as a bearer token.
+        """The API key or the OpenID provider's token, in the form of the header `authorization`.
 
         Clients of Anthropic's API may send the key in `x-api-key` instead.
         """

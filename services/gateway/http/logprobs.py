@@ -1,4 +1,4 @@
-"""Writes log probabilities in OpenAI's format: each token as text, with its bytes and its offset.
+"""Writes log probabilities in OpenAI's format: each token as text, with its bytes or its offset.
 
 A token may be only a part of a character. In this case, `bytes` has the token's real bytes, not the
 bytes of a replacement character. The text is written as `bytes:\\xf0\\x9f`, as in OpenAI's API, so

@@ -1,7 +1,7 @@
 """Rules for requests that `/openapi.json` states in addition to the types and bounds of fields.
 
-Each rule describes the checks of one struct that the types of its fields cannot express. Most of
-these checks concern fields that depend on each other.
+Each rule belongs to one struct, and describes the checks that the types of the struct's fields
+cannot express. Most of these checks concern fields that depend on each other.
 """
 
 from __future__ import annotations

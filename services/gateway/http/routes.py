@@ -27,12 +27,12 @@ class NoRoute(InvalidRequest):
     grpc_code, http_status, default_reason = "UNIMPLEMENTED", 404, "NOT_FOUND"
 
 
-# The error statuses of paths that need a model, and of paths that only return information.
+# The error statuses of paths that use a model, and of most other paths.
 ASKING_ERRORS: Final = (400, 401, 403, 404, 413, 429, 500, 503, 504)
 TELLING_ERRORS: Final = (401, 403, 404, 429, 500, 503)
 
 
-# A type that msgspec can describe: a struct or a union of structs.
+# A type that msgspec can describe, such as a struct or a union of structs.
 Shape = Any
 
 

@@ -54,7 +54,7 @@ class Encoder:
 def find_encoder(
     fleet: FleetView, sessions: SessionPool, record: InstanceRecord, digest: bytes
 ) -> Encoder | None:
-    """The encoder for the images of a prompt that `record` computes. None if all are full.
+    """The encoder for the images of a prompt that `record` computes. None if none is free.
 
     `digest` is the digest of the prompt's first image.
     """
@@ -70,8 +70,8 @@ def find_encoder(
 class EncodeLeg:
     """The leg of one prompt's images at an encoder, under `key`.
 
-    `prefill_key` is the key of the leg that waits for the embeddings. `prefill` is the session to
-    the instance of this leg.
+    `prefill` is the session to the prefill that waits for the embeddings, and `prefill_key` is the
+    key of its leg.
     """
 
     def __init__(

@@ -21,8 +21,8 @@ from pdmesh.services.gateway.images.fetching import Fetcher, FetchTime
 
 _INLINE_BYTES: Final = 65_536  # reading this many bytes takes less than a millisecond
 _MAX_THREADS: Final = 2
-_MAX_SUM: Final = 4  # bounds a request's pixels, in images of the largest size
-MAX_SENT_BYTES: Final = 64 << 20  # of images sent, one copy for each answer of a call
+_MAX_SUM: Final = 4  # a request may have the pixels of this many images of the largest size
+MAX_SENT_BYTES: Final = 64 << 20  # of the images of a call, which are sent once for each choice
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,7 @@ async def chat_prompt(
 
     While the images are read, the tenant is charged for the prompt. So no image is read for a
     tenant that has no tokens left. If the number of an image's tokens depends on the size of the
-    image, only the text is charged. The whole charge is refunded at the end.
+    image, the image is charged as one token. The whole charge is refunded at the end.
     """
     messages = request.messages or []
     facts = frontend.shared.fleet.images_of(model.name) if has_images(messages) else None
@@ -163,7 +163,8 @@ async def _parsed_sampling(
 ) -> SamplingSpec:
     """`sampling` with the changes that the parsers need. Raises InvalidRequest.
 
-    If tool calls must have a form, the request may not ask for another form of the answer.
+    If tool calls must have a form and the model may answer without a call, the request may not ask
+    for a form of the answer. If it must call a tool, a form of the answer is ignored.
     """
     constraint = sampling.constraint
     if parsing.calls is not None:
@@ -376,7 +377,7 @@ def check_logprobs(
 def check_num_prompt_logprobs(
     prompts: Sequence[array[int]], num_each: int | None, num_choices: int
 ) -> None:
-    """Limit the number of log probabilities in an answer. Raises InvalidRequest."""
+    """Limit the number of prompt tokens' log probabilities in an answer. Raises InvalidRequest."""
     if num_each is None:
         return
     num = sum(map(len, prompts)) * (num_each + 1) * num_choices
@@ -391,7 +392,7 @@ def check_num_prompt_logprobs(
 def truncated(
     tokens: array[int], request: ChatCompletionRequest | CompletionRequest, context: int
 ) -> array[int]:
-    """The part of a prompt that its request wants to keep. Raises InvalidRequest."""
+    """The prompt, cut to `truncate_prompt_tokens` tokens if it is longer. Raises InvalidRequest."""
     asked = request.truncate_prompt_tokens
     if asked is None:
         return tokens

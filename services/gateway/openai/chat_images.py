@@ -60,7 +60,7 @@ def placed(
 def check_sent(images: Sequence[PromptImage], num_choices: int) -> None:
     """Limit the bytes of images that are sent to instances. Raises InvalidRequest.
 
-    All images are sent once for each answer of the call.
+    All images are sent once for each choice of the call.
     """
     if num_choices * sum(len(image.data) for image in images) > MAX_SENT_BYTES:
         message = f"n times the images' bytes may be {MAX_SENT_BYTES} at most"

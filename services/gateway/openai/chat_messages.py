@@ -189,7 +189,8 @@ def _call_of(call: ToolCall, where: str) -> dict[str, object]:
 def _arguments_of(text: str, field: str) -> dict[str, Any]:
     """The arguments of a tool call, or an empty object if the text is not a JSON object.
 
-    A model may write anything, and the conversation must be able to continue after that.
+    A model may write anything, and the conversation must be able to continue after that. Raises
+    InvalidRequest if the text is nested too deeply or contains U+0000.
     """
     try:
         found = json.loads(text) if text else {}

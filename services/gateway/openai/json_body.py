@@ -135,7 +135,7 @@ def _check_duplicates(outlined: bytes, body: bytes) -> None:
     except InvalidRequest:
         if len(body) > SMALL_BYTES:
             raise
-        _find_duplicates(body.decode())  # the outline may change a name like `[1]`
+        _find_duplicates(body.decode())  # names like long lists of ids are emptied in the outline
 
 
 def _explain(text: str, body: bytes) -> InvalidRequest:

@@ -1,8 +1,8 @@
 """Decides, before a JSON body is parsed, whether parsing it would take too long (F31).
 
 A parser makes an object for each value. This takes at least 0.1 us and blocks the event loop: 8 MiB
-of `{},` take 1.5 s. Token ids take almost no time, and neither does the length of a string. So all
-values except token ids are counted, in the whole body, including duplicate fields. The bytes
+of `{},` take 1.5 s. Token ids take almost no time, and a long string no more than a short one. So
+all values except token ids are counted, in the whole body, including duplicate fields. The bytes
 outside strings and token ids have a bound too, because parsers read white space and digits one by
 one.
 
@@ -39,8 +39,8 @@ def outline(body: bytes) -> bytes:
     """The body without the long parts that cannot hold names of fields.
 
     Long lists of token ids are emptied. In a large body, all lists of token ids and all long
-    strings are emptied. Raises InvalidRequest. If one field alone exceeds a bound, the error names
-    this field.
+    strings are emptied. Raises InvalidRequest. If one field alone has too many values or token ids,
+    the error names this field.
     """
     if len(body) <= SMALL_BYTES:
         return _LONG_ID_LIST.sub(b"[]", body)

@@ -34,7 +34,7 @@ async def parsing_of(
     constrained_prompt: bytes = b"",
     form_field: str = "",
 ) -> Parsing | None:
-    """How to parse the answers, or None if they are plain text. Raises MeshError.
+    """How to parse the answers, or None if they are not parsed. Raises MeshError.
 
     `constrained_prompt` has the prompt's tokens if the answers may have a constraint. `form_field`
     is the field that asks for a form of the answers, or empty.
@@ -86,8 +86,8 @@ def asked_calls(constraint: str, request: ChatCompletionRequest) -> AskedGrammar
 def parser_request(request: ChatCompletionRequest) -> bytes:
     """The request for the parsers.
 
-    It has as many tool calls as all messages of the chat together, because some models number calls
-    through the whole chat. The rest of the messages is left out.
+    It has as many tool calls as all messages of the chat together, because some models number tool
+    calls through the whole chat. The rest of the messages is left out.
     """
     return msgspec.json.encode(
         {

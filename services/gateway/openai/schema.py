@@ -2,8 +2,8 @@
 
 A request gets a 400 if it sets a field that would change the answer but is not supported.
 `_NEUTRAL` lists these fields, each with the values that have no effect and are accepted. A field
-that no known API has is ignored (`unknown_fields`) or refused, depending on a setting. Every
-number, string and list has a bound.
+that no known API has is ignored (`unknown_fields`) or refused, depending on a setting. Numbers,
+strings and lists that have an effect are bounded.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from pdmesh.services.gateway.request.spec import ToldSession
 MAX_CHOICES: Final = 64  # the number of prompts times n
 _MAX_PROMPTS: Final = 16
 
-# The type is Any because a client may send anything here. `NeutralValues` checks the value.
+# The type is Any because a client may send anything here. Each use checks the value.
 _Anything = Any
 
 

@@ -1,8 +1,8 @@
 """Drops the unknown fields of a request, and reports their names.
 
-A field is unknown if no API that pdmesh knows has it. Clients send such fields for other servers.
-The response names them in the header `x-pdmesh-ignored`. Known fields that would change the answer
-but are not supported are refused elsewhere (`unsupported_fields`).
+A field is unknown if no API that pdmesh knows has it in this kind of request. Clients send such
+fields for other servers. The response names them in the header `x-pdmesh-ignored`. Known fields
+that would change the answer but are not supported are refused elsewhere (`unsupported_fields`).
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class ParserFailed(MeshError):
 
 
 class UnusableParsers(InvalidRequest):
-    """The model's tokenizer lacks tokens that its parsers need."""
+    """The model's parsers cannot be loaded, for example because its tokenizer lacks tokens."""
 
     default_reason = "UNSUPPORTED_FIELD"
 
@@ -230,7 +230,7 @@ class CallParser:
         self._choices = [_Choice(each) for each in opens]
 
     async def parsed(self, deltas: Sequence[TextDelta]) -> list[TextDelta]:
-        """Raises ParserFailed, ParserUnavailable."""
+        """Raises InvalidRequest, ParserFailed, ParserUnavailable."""
         if len(deltas) == 1:
             return await self._parsed(deltas[0])
         parts = await asyncio.gather(*map(self._parsed, deltas))
@@ -261,7 +261,10 @@ class CallParser:
     async def _fed(
         self, choice: _Choice, token_ids: Sequence[int], *, is_end: bool
     ) -> ParsedTokens:
-        """The findings of the parsers in the new tokens. Raises ParserLost, ParserFailed."""
+        """The findings of the parsers in the new tokens.
+
+        Raises ParserLost, and the errors of `parsed`.
+        """
         parsers = self._parsing.parsers
         if choice.life is None:
             # `life` is set before the choice is opened. So `close` closes the choice even if the
@@ -326,7 +329,7 @@ class _Choice:
 async def _feed(
     life: ParserLife, choice: _Choice, token_ids: Sequence[int], *, is_end: bool
 ) -> ParsedTokens:
-    """Raises ParserLost, ParserFailed."""
+    """Raises ParserLost, InvalidRequest, ParserFailed."""
     found = ParsedTokens([])
     num_silent = 0  # tokens after the last piece
     for begin in range(0, max(1, len(token_ids)), _PIECE):

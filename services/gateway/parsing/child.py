@@ -41,8 +41,8 @@ def main() -> None:
     except ImportError as exc:
         send(answers, ParsingFailed(str(exc)))
         return
-    # vLLM's parsers log a traceback for each call that a model leaves unfinished. Output that they
-    # cannot parse becomes text of the answer, and the gateway logs their exceptions.
+    # vLLM's parsers log a traceback for each tool call that a model leaves unfinished. Output that
+    # they cannot parse becomes text of the answer, and the gateway logs their exceptions.
     logging.getLogger("vllm").setLevel(logging.CRITICAL)
     requests = ParserRequests(MAX_MODELS)
     send(answers, ParserDone())

@@ -95,7 +95,7 @@ class EarlyStart:
         try:
             tokenizer = await self._tokenizer_of(key[0])
         except MeshError:
-            return  # the pool of tokenizers has logged why, and tries again
+            return  # the pool of tokenizers has logged why; the next step asks it again
         is_needed = self._parsers.is_needed(tokenizer, for_tools=self._is_for_tools)
         self._needing[key] = weakref.ref(tokenizer) if is_needed else None
 

@@ -28,8 +28,8 @@ class PrepareAnswer(msgspec.Struct, tag=True):
     """Asks what the parsers of an answer to `request` need.
 
     They may need a constraint in the engine, or special tokens in the text. `constrained_prompt` is
-    the prompt if the answer has a constraint, else empty. The prompt decides whether the constraint
-    begins after the reasoning.
+    the prompt if the answer may have a constraint, else empty. The prompt decides whether the
+    constraint begins after the reasoning.
     """
 
     model: str
@@ -107,7 +107,7 @@ class ParsedCall(msgspec.Struct, array_like=True):
 
 
 class ParsedPiece(msgspec.Struct, array_like=True):
-    """Reasoning, text and calls that came together, in the order in which clients read them.
+    """Reasoning, text and tool calls that came together, in the order in which clients read them.
 
     `num_tokens` is the number of new tokens that were read for this piece. Tokens that gave nothing
     count for the piece before them, or for the first piece if none is before them.

@@ -43,7 +43,7 @@ _BEYOND: Final = (KeyError, TypeError, ValueError, RuntimeError)
 
 
 class BadParser(Exception):
-    """The parser's name is unknown, or the parser cannot be used with the tokenizer."""
+    """The parser's name is unknown, or it cannot use the tokenizer, or knows no reasoning marks."""
 
 
 # Many types in this module are Any, because vLLM has no types that a type checker could see.
@@ -219,8 +219,9 @@ class ChoiceParser:
         """The number of tokens between the marks of the reasoning.
 
         This is the number that vLLM reports for a whole answer. For a stream, vLLM leaves out
-        tokens that add no text at once, such as a part of a character. If the prompt begins the
-        reasoning, vLLM's older parsers count no tokens. For these parsers, the begin mark is added.
+        tokens that add no text by themselves, such as a part of a character. If the prompt begins
+        the reasoning, vLLM's older parsers count no tokens. For these parsers, the begin mark is
+        added.
         """
         reasoner = self._parser.reasoning_parser
         if reasoner is None or reasoner.is_reasoning_end(self._prompt):

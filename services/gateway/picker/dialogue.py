@@ -1,6 +1,6 @@
 """Decides how the picker answers the proxy about one HTTP request, part by part.
 
-The picker chooses an endpoint for the request, which is a gateway. A plan names the instances that
+The picker chooses an endpoint, which is a gateway, for the request. A plan names the instances that
 the request may go to, and is made from the body. The proxy sends the request's head, its body if
 the proxy is configured to, and later the response. If the request can be planned, the picker reads
 the body first. Any other request gets an endpoint at once.

@@ -1,8 +1,8 @@
 """Places a request for the picker: reads its body, and asks the master for a plan.
 
 A plan names the instances that a request may go to. The picker uses the same code as a gateway up
-to the plan. So a request that the gateway would refuse is refused with the same error. A request
-that has images or continues a kept response goes to a gateway without a plan.
+to the plan. So most requests that the gateway would refuse are refused with the same error. A
+request that has images or continues a kept response goes to a gateway without a plan.
 """
 
 from __future__ import annotations

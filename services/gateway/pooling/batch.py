@@ -51,7 +51,7 @@ class PoolingBatch:
     """One batch. Call `run` once for the answer.
 
     The session, which is the stream to the instance, passes the events of the leg to this object.
-    The waiting room calls it when an instance has a slot.
+    The waiting room calls `on_slot_freed` when an instance has a slot.
     """
 
     def __init__(

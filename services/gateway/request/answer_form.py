@@ -1,8 +1,8 @@
 """Reads which form a client wants for the answer, and makes the constraint for the engine.
 
 A form is, for example, a JSON schema or a regular expression. A client asks for it with OpenAI's
-field `response_format` or with vLLM's field `structured_outputs`. A form that no engine can keep to
-is refused here, before the request takes a slot of an instance.
+field `response_format` or with vLLM's field `structured_outputs`. A form that the model's engine
+cannot enforce is refused here, before the request takes a slot of an instance.
 """
 
 from __future__ import annotations

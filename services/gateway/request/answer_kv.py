@@ -54,7 +54,7 @@ class AnswerKv:
         prefill_id: str,
         decode_id: str,
     ) -> None:
-        """Send the hint for a choice (one answer of a call) that was completed.
+        """Send the hint for a completed choice (one answer of a call), if a reuse is likely enough.
 
         `answer` holds all tokens of the choice. `prefill_id` and `decode_id` name the instances
         that served it last.

@@ -1,6 +1,6 @@
 """Reads the output of a call's choices (answers): all at once, or piece by piece as a stream.
 
-If the call asks for reasoning or tool calls, the output is parsed here. Every API of the gateway
+If the output may have reasoning or tool calls, it is parsed here. Every API that generates text
 takes its answers from this module, so that the same call gets the same answer over each API.
 """
 
@@ -34,7 +34,7 @@ class AnswerStream:
         self.failure: Exception | None = None
 
     async def news(self) -> list[TextDelta]:
-        """Wait for output and return it. Raises ParserFailed, ParserUnavailable."""
+        """Wait for output and return it. Raises InvalidRequest, ParserFailed, ParserUnavailable."""
         await self._call.changed()
         taken = self._call.take()
         shown = taken if self._parser is None else await self._parser.parsed(taken)
@@ -58,7 +58,7 @@ class AnswerStream:
 async def whole_text(call: Call) -> list[TextDelta]:
     """The whole output of each choice.
 
-    Raises the error of a choice that failed, or ClientDisconnected.
+    Raises the error of a choice that failed, ClientDisconnected, or an error of the parsers.
     """
     deltas = await _whole_choices(call)
     parser = _parser_of(call, is_whole=True)

@@ -395,10 +395,9 @@ class Generation:
             return
         session = self._shared.sessions.session(record)
         if not session.has_slot or (self.prompt.images and session.is_full):
-            # The instance would probably reject the prompt. The session, which is the stream to the
-            # instance, calls `on_slot_freed` when the instance may have a slot. `has_slot` becomes
-            # true again if the session gets no report for `TRUST_S`. Images may be megabytes and
-            # are never sent to a full instance.
+            # The instance would probably reject the prompt. When it may have a slot, the waiting
+            # room calls `on_slot_freed`. `has_slot` becomes true again if the session gets no
+            # report for `TRUST_S`. Images may be megabytes and are never sent to a full instance.
             self.on_event(LegRejected(effect.key))
             return
         kv_transfer = self._shared.kv_transfer(self._spec.scenario or record.scenario)

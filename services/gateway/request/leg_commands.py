@@ -1,7 +1,7 @@
 """Makes the protobuf messages of one choice, which go to the master and to instances.
 
 The request core (`core.request`) decides what happens next, and returns each decision as an effect.
-Each method here turns one kind of effect into a message. A choice is one answer of a call, and a
+Most methods here turn one kind of effect into a message. A choice is one answer of a call, and a
 leg is the choice's stay on one instance. An early decode is chosen as soon as a prefill has
 accepted the choice.
 """
@@ -143,8 +143,8 @@ class LegCommands:
     ) -> Command:
         """The command that starts a decode leg.
 
-        The decode continues after the last token that was emitted so far. An early decode is
-        started before the prefill has drawn this token, and receives it later.
+        The decode continues after the token that the prefill has drawn. An early decode is started
+        before the prefill has drawn this token, and receives it later.
         """
         replayed = list(emitted[: effect.num_replayed])
         ticket = effect.ticket.wire

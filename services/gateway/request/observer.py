@@ -64,7 +64,7 @@ class Publisher(Protocol):
 
 
 class CallReport(msgspec.Struct, frozen=True):
-    """The facts of a closed call for answers."""
+    """The facts of a closed call for generated text."""
 
     request_id: str
     spec: CallSpec

@@ -33,7 +33,7 @@ class Pacer:
 
 
 class PacedWaiter:
-    """Lets one task wait until there is something to write."""
+    """Lets one task wait for new output."""
 
     def __init__(self, pacer: Pacer) -> None:
         self._pacer = pacer
@@ -65,7 +65,7 @@ class PacedWaiter:
             waiter.set_result(None)
 
     async def changed(self) -> None:
-        """Return when there is something to write. Only one task may wait at a time."""
+        """Return when there is new output. Only one task may wait at a time."""
         if not self._is_dirty:
             self._waiter = asyncio.get_running_loop().create_future()
             try:

@@ -33,7 +33,7 @@ class SamplingSpec(msgspec.Struct, frozen=True):
     """How an answer's tokens are drawn, and when it ends.
 
     If `max_tokens` is None, `default_max_tokens` applies. If both are None, the gateway's default
-    applies. In either case the model's context also limits the answer.
+    applies. In all cases the model's context also limits the answer.
     """
 
     max_tokens: int | None = None

@@ -48,8 +48,8 @@ class Waiting:
     def queues(self) -> Mapping[str, Mapping[int, int]]:
         """The number of queued requests, by scenario and priority, without empty queues.
 
-        A request is queued from its first rejection until an instance accepts it. While it asks the
-        master for other instances, it is queued but not in the waiting room.
+        A request is queued from the time at which it first waits here until a prefill accepts it.
+        While it asks the master for other instances, it is queued but not in the waiting room.
         """
         return self._queues
 

@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 
 
 class DesiredSlos:
-    """Changes `slos.scenarios` in place, between `watch` and `close`."""
+    """Replaces `slos.scenarios` for each new version, between `watch` and `close`."""
 
     def __init__(self, slos: Slos) -> None:
         self._slos, self._own = slos, dict(slos.scenarios)

@@ -64,7 +64,7 @@ def pair_of(record: InstanceRecord) -> str:
 def _encodes_for(record: InstanceRecord) -> tuple[str, str, str, str]:
     """A key that an encoder shares with the instances for which it encodes images.
 
-    Unlike `pair_of`, this key has no KV format, because an encoder has no KV.
+    Unlike the key of `pair_of`, this key has no fingerprint, because an encoder has no KV.
     """
     return record.group_id, record.revision, record.kv_region, record.model
 
@@ -86,7 +86,7 @@ def _local(record: InstanceRecord) -> LocalInstance:
 
 
 def _takes_calls(record: InstanceRecord) -> bool:
-    """Whether a proxy can send requests to the gateway. Proxies take only numeric addresses."""
+    """Whether this is a gateway that proxies can send requests to. They need a numeric address."""
     is_gateway = record.service == _GATEWAY and not record.is_draining
     return is_gateway and is_numeric(record.http_address)
 
@@ -290,7 +290,7 @@ class FleetView:
     # --- models ----------------------------------------------------------------------------------
 
     def models(self) -> list[KnownModel]:
-        """The models that can be served now, by name."""
+        """The models and then the adapters that can be served now, each in the order of names."""
         out = self._mesh.out_of_service
         serving = (*self._prefills, *self._fusions, *self._decodes)
         able = {r.model for r in serving if not (r.is_draining or out.is_out(r.instance_id))}

@@ -5,9 +5,9 @@ asks the master for a plan: the instances that may serve the request. The proxy 
 the gateway in a header. The gateway takes over the plan and its request id, because the master has
 already counted the request as load of these instances, under this id.
 
-A client could forge this header. So the plan is signed with a key that only gateways can derive. A
-plan is for one prompt of one tenant, expires after some seconds, and is used at most once by each
-gateway. The gateway ignores a header without a valid plan, and asks the master as usual.
+A client could forge this header. So the plan is signed with a key derived from a secret of the
+mesh. A plan is for one prompt of one tenant, expires after some seconds, and is used at most once
+by each gateway. The gateway ignores a header without a valid plan, and asks the master as usual.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Instances that an operator cordoned, or that the health-monitor ejected for a fault.
 
 The leading master and the health-monitor each write a board, which is a key-value bucket in NATS.
-The master respects both boards when it plans requests. While no master answers, a gateway ranks
-instances itself and reads the boards here (S42). So earlier decisions of the master stay in force,
-and the health-monitor can still make new ones. While NATS is unreachable, the last state stays
-valid.
+The master respects both boards when it plans requests. A gateway reads them here, for instances
+that it ranks itself because no master answers (S42), and for pooling. So earlier decisions of the
+master stay in force, and the health-monitor can still make new ones. While NATS is unreachable, the
+last state stays valid.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Planner:
     """Plans the requests of one gateway.
 
     `num_open(instance_id, incarnation)` counts this gateway's legs (requests on an instance).
-    `queues` returns the number of the gateway's waiting requests, by scenario and priority.
+    `queues` returns the number of the gateway's queued requests, by scenario and priority.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Planner:
 
         `vocabulary` identifies the vocabulary of the query's tokens. `handed` is a plan that the
         endpoint picker, a service in front of the gateways, already got from the master for this
-        request. This plan is used at once if its instances are still there.
+        request. This plan is used at once if this gateway can use enough of its instances.
         """
         wanted = Wanted(query.model, vocabulary, query.adapter_digest, query.has_images)
         ask = _Ask(asker, plan, query, wanted)

@@ -25,7 +25,8 @@ class ServedModels:
 
     def __init__(self, preferred: str = "") -> None:
         self.catalogue = ModelCatalogue(preferred)
-        # One record for each known model, kept even after all instances of the model are gone.
+        # One record for each known model, kept for a while after all instances of the model are
+        # gone.
         self._references: dict[str, InstanceRecord] = {}
         self._by_model: dict[str, list[InstanceRecord]] = {}
         self._texts: dict[str, ModelText | None] = {}

@@ -6,7 +6,7 @@ this stream. A leg is a request's stay on one instance, and each leg has a key.
 The writer sends all commands that gather during one iteration of the event loop as one message. It
 splits large messages, because a message above gRPC's size limit would end the session. The reader
 finds the leg of each token with one dict look-up. When the stream breaks, every leg on it is lost
-at once, so that nothing has to time out.
+at once, so that no request waits for a timeout.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ SlotsFreed = Callable[[str, int], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineProgress:
-    """The time at which an instance's engine last showed progress, and its counters then."""
+    """When an instance's engine last showed progress, and the counters of its last report."""
 
     at: float
     num_signs: int
@@ -129,7 +129,10 @@ class InstanceSession:
     # --- commands --------------------------------------------------------------------------------
 
     def open_leg(self, key: int, owner: LegOwner, command: Command) -> bool:
-        """Send the command that begins a leg. Return False if the stream is broken now."""
+        """Send the command that begins a leg.
+
+        Return False if the stream is broken now, or if too many commands wait.
+        """
         if not self.is_usable or len(self._outbox) >= _MAX_OUTBOX:
             return False
         self._legs[key] = owner
@@ -154,7 +157,7 @@ class InstanceSession:
     def hint(self, command: Command) -> None:
         """Send a command that belongs to no leg.
 
-        The command is dropped if the stream is broken or too many commands wait.
+        The command is dropped if the stream is not open or too many commands wait.
         """
         if self._is_open and len(self._outbox) < _MAX_HINTED:
             self.send(command)
@@ -222,7 +225,7 @@ class InstanceSession:
             self._on_response(response)
 
     def _on_response(self, response: SessionResponse) -> None:
-        """Handle the first events of all legs, then all tokens, then all ends.
+        """Handle the events that precede tokens, then all tokens, then all other events.
 
         Within each leg, the events happened in this order.
         """
@@ -272,7 +275,7 @@ class InstanceSession:
             owner.on_event(fact, event)
 
     def _tell_soon(self) -> None:
-        """Call waiting requests soon, because a prompt may have freed a slot.
+        """Wake waiting requests soon, because the slot of a prompt may be free again.
 
         This happens in the next iteration of the event loop. If the gateway gave up the prompt, the
         command that aborts the prompt is in the outbox by then. This command must reach the
@@ -315,8 +318,7 @@ class InstanceSession:
         )
         for key, owner in lost.items():
             # If the gateway could not connect, the request did not kill the instance. So the leg
-            # does not end with LegLost, which counts against the prompt as possible poison, a
-            # prompt that kills instances (F38).
+            # does not end with LegLost, which counts against the prompt as possible poison (F38).
             end = LegLost(key, was_silent) if was_reached else LegRejected(key, is_final=True)
             owner.on_event(end)
 

@@ -73,8 +73,8 @@ class BulkTexts:
     async def shortened(self, texts: Sequence[str], max_tokens: int) -> list[str]:
         """The beginning of each text, with at most `max_tokens` tokens besides special tokens.
 
-        A text is cut between characters, which may change the tokens before the cut. So the rest is
-        encoded again, and cut again if it still has too many tokens. Raises Overloaded.
+        A text is cut between characters, which may change the tokens before the cut. So the cut
+        text is encoded again, and cut again if it still has too many tokens. Raises Overloaded.
         """
         return await self._each(texts, partial(self._shortened, max_tokens))
 

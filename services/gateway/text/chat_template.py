@@ -7,7 +7,7 @@ conversation is refused if its prompt has more than `max_chars` characters.
 Some templates read a message's content as text, some as a list of parts, and some as either. To
 find out, each template is tried with both forms when it is loaded. As in vLLM, a template that can
 read parts gets parts. Other templates get one text with a line for each part. An image is a part
-without text.
+without text, or a line with its placeholder.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _TEMPLATE_FAULTS: Final = (
 _TRIED_TEXTS: Final = ("pdmesh-first", "pdmesh-second")
 # Marks the end of the final message in the prompt. A template may remove the tag's last space.
 _END_TAG: Final = "CONTINUE_FINAL_MESSAGE_TAG "
-# Appears only if the template prints a part as a whole instead of its text.
+# A further key of the tried parts. The prompt has it only if the template prints parts as a whole.
 _TRIED_KEY: Final = "pdmesh-key"
 
 # The names of templates in a model directory.

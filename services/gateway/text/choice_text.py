@@ -41,10 +41,11 @@ class ToolCallDelta:
 class TextDelta(msgspec.Struct, frozen=True):
     """The output of one choice since the last delta.
 
-    The last delta of a choice has `is_last`, and a finish reason or an error. `stop_reason` is the
-    stop string or stop token that ended the choice, or "repetition_detected". It is None if the
-    choice ended in another way, for example by the model's own end token. The reasoning of a delta
-    precedes its text, and the text precedes its tool calls.
+    The last delta of a choice has `is_last`. It has a finish reason, unless the choice failed (see
+    `error`) or the client left. `stop_reason` is the stop string or stop token that ended the
+    choice, or "repetition_detected". It is None if the choice ended in another way, for example by
+    the model's own end token. The reasoning of a delta precedes its text, and the text precedes its
+    tool calls.
     """
 
     index: int

@@ -21,7 +21,7 @@ _MAX_FILES: Final = 64
 
 
 class WrongText(MeshError):
-    """The instance sent other files than the registry lists for it."""
+    """The instance did not send the files that the registry lists for it."""
 
     default_reason = "WRONG_TEXT"
 

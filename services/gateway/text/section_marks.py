@@ -2,7 +2,7 @@
 
 A tokenizer first looks for its added tokens, for example `<|im_start|>`, and encodes the text
 between two added tokens separately. So a text may be cut before an added token, if the tokenizer
-finds this token in any surrounding text. Three kinds of tokens are excluded: those whose names
+finds this token whatever text surrounds it. Three kinds of tokens are excluded: those whose names
 another added token contains or overlaps, those that depend on the text beside them, and those that
 absorb white space.
 """

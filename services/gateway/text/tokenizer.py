@@ -41,7 +41,7 @@ _SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "se
 
 
 class BadModelDir(MeshError):
-    """The model directory has no usable tokenizer."""
+    """The model directory has no usable tokenizer, chat template or configuration."""
 
     default_reason = "BAD_MODEL_DIR"
 

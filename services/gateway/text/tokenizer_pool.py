@@ -282,8 +282,9 @@ def _load_guarded(folder: Path, **rules: Any) -> Tokenizer:
 async def _fetched(digest: str, sources: TextSources, folder: Path) -> TextFiles:
     """Fetch the files from an instance.
 
-    If an instance answers that it is overloaded, all are asked again after the time that its answer
-    gives. Raises Overloaded if this time is too long. Also raises MeshError, OSError, TimeoutError.
+    If no instance sends the files and one is overloaded, instances are asked again after the time
+    that its answer gives, or somewhat later. Raises Overloaded if this time is too long. Also
+    raises MeshError, OSError, TimeoutError.
     """
     folders = (folder / str(number) for number in itertools.count())
     time_left = asyncio.timeout(_FETCH_S)
@@ -305,8 +306,8 @@ async def _fetched_once(
     """Ask some instances in random order, and return the first files that arrive.
 
     An instance that does not answer may only be slow, so its fetch continues while the next
-    instance is asked. If all fail, raises Overloaded if any instance did, otherwise MeshError or
-    OSError.
+    instance is asked. If all fail, raises Overloaded if any instance was overloaded, otherwise
+    MeshError or OSError.
     """
     waiting = random.sample(sources, min(_MAX_SOURCES, len(sources)))
     asked: set[asyncio.Task[TextFiles]] = set()

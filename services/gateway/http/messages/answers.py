@@ -57,7 +57,7 @@ class ThinkingBlock(Answer, tag_field="type", tag="thinking"):
 class ToolUseBlock(Answer, tag_field="type", tag="tool_use"):
     id: str
     name: str
-    input: dict[str, Any]  # any JSON that the model wrote
+    input: dict[str, Any]  # the arguments, with values of any type
 
 
 AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock

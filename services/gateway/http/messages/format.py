@@ -32,7 +32,7 @@ class MessagesFormat:
             content.append(
                 {"type": "thinking", "thinking": delta.reasoning, "signature": signature}
             )
-        if delta.text or not (delta.reasoning or delta.calls):  # clients expect some block
+        if delta.text or not (delta.reasoning or delta.calls):  # clients expect at least one block
             content.append({"type": "text", "text": delta.text})
         content += [_tool_use(each) | {"input": _input_of(each.arguments)} for each in delta.calls]
         last = delta.calls[-1].arguments if delta.calls else None
@@ -51,7 +51,7 @@ class MessageWriter:
         self._index = -1  # the place of the open block, or of the last one if none is open
         self._kind: str | int | None = None
         self._before = b""  # the bytes before each delta of the open block
-        self._arguments: list[str] | None = None  # pieces of the last call's arguments
+        self._arguments: list[str] | None = None  # pieces of the last tool call's arguments
         self._stop: Json = {}
 
     def opening(self) -> bytes:
@@ -89,7 +89,7 @@ class MessageWriter:
 
     def _last(self, delta: TextDelta) -> bytes:
         began = b""
-        if self._index < 0:  # clients expect some block
+        if self._index < 0:  # clients expect at least one block
             began = self._begun("text", {"type": "text", "text": ""})
         last = None if self._arguments is None else "".join(self._arguments)
         self._stop = _stop_of(delta, last)

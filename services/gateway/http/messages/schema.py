@@ -18,8 +18,8 @@ from pdmesh.services.gateway.openai.schema import ReasoningEffort, Session
 from pdmesh.services.gateway.openai.unknown_fields import Nested, Struct
 from pdmesh.services.gateway.openai.unsupported_fields import NeutralValues
 
-# The type is Any because a client may send anything in these fields. They have no effect, or are
-# refused.
+# The type is Any because a client may send anything in these fields. The module `translation`
+# checks those that have an effect.
 _Anything = Any
 
 

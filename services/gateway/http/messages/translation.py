@@ -36,8 +36,8 @@ from pdmesh.services.gateway.openai.tools import (
 from pdmesh.services.gateway.openai.translated import TranslatedChat
 from pdmesh.services.gateway.request.answer_form import JsonSchemaFormat, ResponseFormat
 
-# Coding agents put a line that begins with this text before their system prompt. The gateway drops
-# this line. It differs in each request, so with it no two prompts would share cached KV.
+# Coding agents put a text block that begins with this text before their system prompt. The gateway
+# drops this block. It differs in each request, so with it no two prompts would share cached KV.
 _BILLING: Final = "x-anthropic-billing-header"
 _BLOCK_CONTENT: Final = ("text", "source", "content", "input", "thinking")
 _SOURCE_CONTENT: Final = ("data", "url", "file_id", "content")

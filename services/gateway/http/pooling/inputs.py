@@ -1,4 +1,4 @@
-"""Turns the inputs of a request for vectors into tokens: encodes text, and checks token ids."""
+"""Makes the tokens of the inputs for vectors: encodes text, and checks token ids."""
 
 from __future__ import annotations
 

@@ -96,7 +96,10 @@ class RerankText(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _ScoringRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True):
-    """The common fields of score and rerank. A token limit of 0 means that there is no limit."""
+    """The common fields of score and rerank.
+
+    In `max_tokens_per_query` and `max_tokens_per_doc`, 0 means that there is no limit.
+    """
 
     UNSUPPORTED: ClassVar[NeutralValues] = NeutralValues(
         {**_UNSUPPORTED, "instruction": (), "chat_template_kwargs": ({},)}

@@ -29,7 +29,7 @@ async def scoring_spec(
     request: ScoreRequest | RerankRequest,
     served: ServedModel,
 ) -> PoolingSpec:
-    """`base` with the task and the inputs that score the texts. Raises MeshError."""
+    """`base` with its task, and with the inputs made from the texts. Raises MeshError."""
     cut = cut_of(request, served.context_length)
     scored = await _limited(scored, request, served)
     facts = base.model.facts
@@ -144,7 +144,7 @@ async def _limited(
 
 
 def _check_lengths(scored: ScoredTexts, served: ServedModel, cut: TextCut | None) -> None:
-    """Raises InvalidRequest if a pair is too long, before any pair is encoded."""
+    """Without `cut`, raises InvalidRequest if a pair is too long however it is encoded."""
     longest = max(len(one) + len(other) for one, other in scored.pairs())
     if cut is None and longest > served.context_length * served.tokenizer.max_token_chars:
         raise context_exceeded(f"{longest} characters", served.context_length, scored.fields[1])

@@ -74,7 +74,7 @@ class ResponseUsage(Answer):
 
 
 class ResponseAnswer(Answer, tag_field="object", tag="response"):
-    """A response. It repeats the fields of the request. `store` says whether it is kept."""
+    """A response. It repeats fields of the request. `store` says whether it is kept."""
 
     id: str
     created_at: int

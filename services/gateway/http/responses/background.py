@@ -42,8 +42,7 @@ _Name = tuple[str, str]  # the tenant's name, and the id of the response
 class BackgroundCall:
     """A call in the background.
 
-    When the call ends, `keep` stores the response, and the permission for the call, `permit`, is
-    given back.
+    When the call ends, `permit` is given back, and `keep` stores the response.
     """
 
     call: Call
@@ -86,7 +85,7 @@ class BackgroundResponses:
         return is_made_here or await self._store.is_made(tenant, response_id)
 
     async def close(self) -> None:
-        """Wait until the responses are kept. The caller must have ended all calls before."""
+        """Wait at most 5 s until the responses are kept. The caller must have ended all calls."""
         if self._tasks:
             await asyncio.wait(list(self._tasks.values()), timeout=_STOP_WITHIN_S)
         await end([*self._tasks.values(), *filter(None, [self._telling])])

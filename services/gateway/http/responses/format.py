@@ -51,7 +51,7 @@ class ResponsesFormat:
 
 
 class ResponseWriter:
-    """Writes the events of one streamed response, and builds the whole response from them."""
+    """Builds one response from its deltas, and writes the events that report each delta."""
 
     def __init__(self, call: Call, written: ResponsesFormat, *, tells: bool = True) -> None:
         self._call = call
@@ -108,7 +108,7 @@ class ResponseWriter:
         return response
 
     async def kept(self, response: Json) -> Json:
-        """Keep the response if that is wanted. The field `store` then says whether it is kept."""
+        """Store the response, unless `keep` is None. Its field `store` says whether it is kept."""
         if self._keep is not None:
             response["store"] = await self._keep(response) is KeepOutcome.KEPT
         return response

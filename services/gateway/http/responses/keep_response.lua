@@ -28,7 +28,7 @@ end
 local now = forget_expired(KEYS, ARGV[1], MOST)
 forget(KEYS, ARGV[1], name)
 if redis.call('ZCARD', expiries) == 0 then
-  redis.call('UNLINK', sizes) -- sizes that are left because Redis itself evicted other keys
+  redis.call('UNLINK', sizes) -- of responses whose other keys Redis itself evicted
 end
 local evicted = 0
 while evicted < MOST and is_tenant_full() do

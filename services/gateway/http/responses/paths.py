@@ -202,7 +202,7 @@ class ResponsesPaths:
     ) -> bytes:
         """Begin a response that no client waits for. Raises MeshError.
 
-        When the response ends, the permit, which is the permission for the call, is given back.
+        The permit is given back when the response ends.
         """
         keep = written.keep
         if keep is None:

@@ -24,8 +24,8 @@ _MAX_METADATA: Final = 16
 _MAX_KEY_CHARS: Final = 64
 _MAX_VALUE_CHARS: Final = 512
 
-# The type is Any because a client may send anything in these fields. They have no effect, or are
-# refused.
+# The type is Any because a client may send anything in these fields. The module `translation`
+# checks those that have an effect.
 _Anything = Any
 
 

@@ -119,7 +119,7 @@ class ResponseStore:
     async def load(self, tenant: str, response_id: str) -> bytes | None:
         """A kept response. Raises Unavailable.
 
-        None means that the response was never kept, has expired, or belongs to another tenant.
+        None means that the response was never kept, is no longer kept, or is another tenant's.
         """
         async with self._counted(), self._answering():
             found = await self._redis.get(keys.kept_response(tenant, response_id))

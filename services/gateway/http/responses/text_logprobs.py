@@ -2,7 +2,7 @@
 
 A parser splits an answer into reasoning, text and tool calls, but does not say which tokens belong
 to which. So this module searches for the text in the bytes of the last tokens, after the bytes of
-the reasoning and before the bytes of the calls.
+the reasoning and before the bytes of the tool calls.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class TextLogprobs:
 def _place(text: bytes, tokens: list[bytes], *, is_first: bool) -> tuple[int, int]:
     """The range of the tokens that contain this text.
 
-    If no tokens contain it, the range of the last tokens that have as many bytes. If the text
-    occurs several times, the last occurrence is used. With `is_first`, other text follows, which
-    may repeat this text. So the first occurrence is used, preferably the first that begins with a
-    token.
+    If no tokens contain it, this is the range of the last tokens that have as many bytes. If the
+    text occurs several times, the last occurrence is used. With `is_first`, other text follows,
+    which may repeat this text. So the first occurrence is used, preferably the first that begins
+    with a token.
     """
     whole = b"".join(tokens)
     ends = list(accumulate(map(len, tokens)))

@@ -1,9 +1,8 @@
 """Opens a call and sends its answer, in the format of any API.
 
 A call is one request of a client. Its answer has one or more choices. A delta is a new piece of one
-choice. A write to a stream sends all text that has come since the last write, as one chunk for each
-choice. An error before the first write becomes an HTTP status. A later error becomes the last event
-of the stream.
+choice. A write to a stream sends all text that has come since the last write. An error before the
+first write becomes an HTTP status. A later error becomes the last event of the stream.
 """
 
 from __future__ import annotations
