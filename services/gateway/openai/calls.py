@@ -190,7 +190,7 @@ async def completion_spec(
     check_logprobs(frontend, model.name, request.prompt_logprobs, "prompt_logprobs")
     n = request.n or 1
     asked, prompts = await completion_prompts(request, model)
-    max_tokens = 1 if is_echo_alone(request) else request.max_tokens
+    max_tokens, default = completion_lengths(request, model, default_max_tokens)
     sampling = await sampling_of(request, max_tokens, request.logprobs, model, frontend, tenant)
     num_prompt_logprobs = sampling.num_prompt_logprobs
     if num_prompt_logprobs is None and request.echo:
@@ -204,7 +204,7 @@ async def completion_spec(
         context_length=model.context_length,
         sampling=replace(
             sampling,
-            default_max_tokens=sampling.default_max_tokens or default_max_tokens,
+            default_max_tokens=default,
             num_prompt_logprobs=num_prompt_logprobs,
         ),
         n=n,
@@ -219,6 +219,19 @@ async def completion_spec(
         tenant=tenant,
         adapter=model.adapter,
     )
+
+
+def completion_lengths(
+    request: CompletionRequest,
+    model: ServedModel,
+    default_max_tokens: int | None = _COMPLETION_DEFAULT_TOKENS,
+) -> tuple[int | None, int | None]:
+    """The most tokens that a completion asks for, and the number that applies if it asks for none.
+
+    `default_max_tokens` applies if the model has no default, either.
+    """
+    max_tokens = 1 if is_echo_alone(request) else request.max_tokens
+    return max_tokens, model.tokenizer.defaults.max_tokens or default_max_tokens
 
 
 async def completion_prompts(

@@ -26,6 +26,7 @@ from pdmesh.services.gateway.http.responses.schema import parse_responses
 from pdmesh.services.gateway.http.responses.translation import chat_of as chat_of_responses
 from pdmesh.services.gateway.openai.calls import (
     chat_tokens,
+    completion_lengths,
     completion_prompts,
     conversation_of,
     truncated,
@@ -126,9 +127,12 @@ class Placing:
             conversation_of(chat), model, tenant, add_special_tokens=bool(chat.add_special_tokens)
         )
         prompt = truncated(tokens, chat, model.context_length)
-        max_tokens = chat.max_completion_tokens or chat.max_tokens
+        lengths = SamplingSpec(
+            max_tokens=chat.max_completion_tokens or chat.max_tokens,
+            default_max_tokens=model.tokenizer.defaults.max_tokens,
+        )
         spec = msgspec.structs.replace(
-            _spec(chat, model, (prompt,), max_tokens, tenant),
+            _spec(chat, model, (prompt,), lengths, tenant),
             operation="chat",
             field_of_prompt="messages",
             field_of_max_tokens="max_completion_tokens"
@@ -141,7 +145,9 @@ class Placing:
         request = parse_completion(body, self._ignored())
         model = await self._frontend.served_model(request.model, tenant, request.scenario)
         _, prompts = await completion_prompts(request, model)
-        return _Read(_spec(request, model, prompts, request.max_tokens, tenant), b"")
+        max_tokens, default = completion_lengths(request, model)
+        lengths = SamplingSpec(max_tokens=max_tokens, default_max_tokens=default)
+        return _Read(_spec(request, model, prompts, lengths, tenant), b"")
 
     # --- planning --------------------------------------------------------------------------------
 
@@ -234,14 +240,14 @@ def _spec(
     request: ChatCompletionRequest | CompletionRequest,
     model: ServedModel,
     prompts: Sequence[array[int]],
-    max_tokens: int | None,
+    sampling: SamplingSpec,
     tenant: Tenant,
 ) -> CallSpec:
     return CallSpec(
         operation="text_completion",
         model=model.name,
         prompts=tuple(prompts),
-        sampling=SamplingSpec(max_tokens=max_tokens),
+        sampling=sampling,
         tokenizer=model.tokenizer,
         context_length=model.context_length,
         n=request.n or 1,

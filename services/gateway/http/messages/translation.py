@@ -140,12 +140,15 @@ def _choose(chat: ChatCompletionRequest, choice: MessagesToolChoice) -> None:
 
 
 def _system_texts(request: CountTokensRequest, *, merges_system: bool) -> Iterator[str]:
-    if request.system:
-        yield from _texts(request.system, "system")
+    if isinstance(request.system, str):
+        # Like vLLM, keep the text of a string. Rendering leaves out only the billing line in it.
+        yield request.system
+    elif request.system:
+        yield from _without_billing(request.system, "system")
     if merges_system:
         for index, message in enumerate(request.messages):
             if message.role == "system":
-                yield from _texts(message.content, f"messages[{index}].content")
+                yield from _without_billing(message.content, f"messages[{index}].content")
 
 
 class _Conversation:
@@ -162,12 +165,12 @@ class _Conversation:
         return known
 
     def add_system(self, texts: Sequence[str], where: str) -> None:
-        if text := "".join(t for t in texts if not t.startswith(_BILLING)):
+        if text := "".join(texts):
             self._append(ChatMessage("system", text), where)
 
     def add(self, message: InputMessage, where: str) -> None:
         if message.role == "system":
-            self.add_system(list(_texts(message.content, f"{where}.content")), where)
+            self.add_system(list(_without_billing(message.content, f"{where}.content")), where)
         elif isinstance(message.content, str):
             self._append(ChatMessage(message.role, message.content), where)
         elif message.role == "user":
@@ -280,6 +283,11 @@ def _texts(content: str | Sequence[MessageBlock], where: str) -> Iterator[str]:
     else:
         for at, block in enumerate(content):
             yield _text_of(block, f"{where}[{at}]")
+
+
+def _without_billing(content: str | Sequence[MessageBlock], where: str) -> Iterator[str]:
+    """The texts that do not begin with an agent's billing line, which differs in each request."""
+    return (text for text in _texts(content, where) if not text.startswith(_BILLING))
 
 
 def _text_of(block: MessageBlock, where: str) -> str:

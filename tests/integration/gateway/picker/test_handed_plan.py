@@ -5,7 +5,9 @@ otherwise ask the master.
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 from pdmesh.core.tenancy.limits import ANYONE
 from pdmesh.services.gateway.openai.calls import completion_spec
 from pdmesh.services.gateway.openai.schema import CompletionRequest
+from pdmesh.services.gateway.picker.placing import Placing
 from pdmesh.services.gateway.request.frontend import handed_for
 from pdmesh.services.gateway.routing.handed_plans import HandedPlans
 from pdmesh.v1.common_pb2 import ROLE_PREFILL
@@ -64,6 +67,33 @@ async def test_a_picker_s_plan_is_used_under_its_id(site: PickedSite) -> None:
     assert [p.request_id for p in site.mesh.instances["prefill-1"].prefills] == [REQUEST_ID]
     assert [s.request_id for s in site.mesh.instances["decode-1"].starts] == [REQUEST_ID]
     assert not site.master.queries
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "abc"}),
+        ("/v1/completions", {"prompt": "abc", "max_tokens": 4}),
+        ("/v1/completions", {"prompt": "abc", "max_tokens": 0, "echo": True}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "abc"}]}),
+    ],
+)
+@pytest.mark.parametrize("model_default", [None, 7])
+async def test_a_picker_plans_for_the_length_that_its_gateway_allows(
+    site: PickedSite, path: str, body: dict[str, Any], model_default: int | None
+) -> None:
+    frontend = site.gateways[0].frontend
+    model = await frontend.served_model("tiny", ANYONE, "")
+    model.tokenizer.defaults = replace(model.tokenizer.defaults, max_tokens=model_default)
+    content = json.dumps({"model": "tiny", **body}).encode()
+    placed = await Placing(frontend, is_strict=False).place(path, content, ANYONE)
+    assert placed.plan is not None
+    assert len(site.master.queries) == 1
+    headers = {"x-pdmesh-plan": HandedPlans(SECRET.encode()).issue(placed.plan)}
+    answer = await site.client.post(f"{site.mesh.url}{path}", content=content, headers=headers)
+    assert answer.status_code == 200
+    assert answer.headers["x-request-id"] == placed.plan.result.request_id
+    assert len(site.master.queries) == 1
 
 
 async def test_a_used_plan_is_not_used_again(site: PickedSite) -> None:

@@ -41,6 +41,8 @@ REQUESTS: list[dict[str, Any]] = [
     {"messages": [user("x")], "system": "s"},
     {"messages": [user([text("a"), text("b")])], "system": [text("a"), text("b")]},
     {"messages": [user("x")], "system": [text("x-anthropic-billing-header: 1"), text("a")]},
+    {"messages": [user("x")], "system": "x-anthropic-billing-header: 1\nBe kind."},
+    {"messages": [user("x"), {"role": "system", "content": "x-anthropic-billing-header: 1\na"}]},
     {"messages": [user("x"), said(THOUGHT, text("y")), user("z")]},
     {"messages": [user("x"), said(text("y"), CALL), user([result("r"), text("and")])]},
     {"messages": [user("x"), said(THOUGHT, CALL), user([text("and"), result([text("r")])])]},
