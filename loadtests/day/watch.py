@@ -88,8 +88,8 @@ class Watch:
         )
 
     def look(self, states: pb.ListGroupStatesResponse) -> None:
-        """Record changes since the last call: groups moved or lent, and instances out of service
-        for faults.
+        """Record changes since the last call: groups adjusted or lent, and instances out of
+        service.
         """
         for entry in states.out_of_service:
             if entry.instance_id not in self.ejected:
