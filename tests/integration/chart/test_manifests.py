@@ -122,8 +122,8 @@ def test_every_service_has_its_probes_and_time_to_load(value_set: str) -> None:
         ):
             assert container[probe]["httpGet"]["path"] == path
             assert container[probe]["httpGet"]["port"] in ports
-        # An instance is ready once its model is loaded, so this also ends its start. A gateway is
-        # ready only when an instance serves, so its start must not wait for that.
+        # An instance is ready once its model is loaded, and its start then ends. A gateway is ready
+        # only when an instance serves, so its start must not wait for that.
         is_instance = helm.component(pod) == "instance"
         expected = "/health/ready" if is_instance else "/health/live"
         assert container["startupProbe"]["httpGet"]["path"] == expected, name
