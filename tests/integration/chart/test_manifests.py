@@ -314,8 +314,8 @@ def test_what_scales_has_no_number_of_replicas_and_asks_for_metrics_that_exist()
 
 
 def test_prometheus_gets_the_alerts_and_the_labels_that_they_and_the_dashboards_need() -> None:
-    """docs/observe.md says that the job is pdmesh and that an instance has the name of its
-    process.
+    """docs/observe.md says that Prometheus' label `job` is pdmesh, and that its label `instance` is
+    the name of the process.
     """
     manifests = render("gpu")
     (monitor,) = of_kind(manifests, "ServiceMonitor")

@@ -73,7 +73,7 @@ async def run(to_p: TestSession, to_d: TestSession, prompt: list[int], sampling:
             await legs.start()
             if await legs.decode.until("accepted", "rejected") == pb.Accepted():
                 return legs
-        except TimeoutError:  # the prefill has refused
+        except TimeoutError:  # the prefill has rejected the request
             pass
         await to_p.abort(legs.prefill)
         await asyncio.sleep(0.01)
@@ -275,7 +275,7 @@ async def test_a_request_pulls_its_kv_while_the_batch_is_full_and_begins_when_an
     None
 ):
     """The decode has one slot and room for two requests that wait. Two requests wait with their KV,
-    and the decode refuses a fourth. Each waiting request must draw its first token exactly one
+    and the decode rejects a fourth. Each waiting request must draw its first token exactly one
     iteration after the last token of the request before it.
     """
     async with pair(num_slots=1, max_waiting=2, max_pulls=1, sim_law="demo") as (p, d, to_p, to_d):
