@@ -47,7 +47,7 @@ from tests.support.sites.operator import Operator
 
 _LOOK_S: Final = 1.0
 _SETUP_S: Final = 120.0
-_END_S: Final = 45.0  # how long the run waits at its end until all work is done
+_END_S: Final = 45.0  # the longest time that the run waits at its end
 _MAX_LAG_S: Final = 0.25  # the record has a remark if a request was sent later than this
 
 
@@ -124,7 +124,9 @@ class DayOnMesh:
                 self._watch.close_window(states, num_asked)
 
     async def _until_quiet(self) -> None:
-        """Wait until no upgrade is under way and all groups serve, except lent groups."""
+        """Wait until no upgrade is under way and all groups serve, except lent groups. Waits for at
+        most `_END_S`.
+        """
         deadline = time.monotonic() + _END_S
         while time.monotonic() < deadline:
             states = await self._operator.groups()

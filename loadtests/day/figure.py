@@ -1,8 +1,8 @@
 """Describes one day of a mesh as a document, and draws it as a page (S64).
 
-The page is like P/D-Serve's figures 12c and 13b: traffic, instances, the share of T_p, E2E, and
-actions. Each run of a day, simulated or on a mesh, writes this document. The page and its table are
-drawn from the document alone.
+The page is like P/D-Serve's figures 12c and 13b: traffic, instances, the share of T_p (the time
+until token 1) in E2E, E2E, and actions. Each run of a day, simulated or on a mesh, writes this
+document. The page and its table are drawn from the document alone.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ SCENARIO: Final = "chat"
 WINDOW_S: Final = 5.0
 E2E_SLO_S: Final = 10.0
 
-# All times below are in seconds of the run. The desired state's schedule has minutes, which fall on
-# LEND_AT and RECLAIM_AT.
+# All times below are in seconds of the run. The desired state's schedule has whole minutes, so the
+# run begins at a time that puts LEND_AT and RECLAIM_AT on whole minutes.
 LEND_AT: Final = 30.0
 RECLAIM_AT: Final = 90.0
 LEND_AGAIN_AT: Final = 270.0

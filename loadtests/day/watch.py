@@ -56,7 +56,9 @@ class Watch:
         await bus.subscribe(subjects.upgrade_step(), self._on_upgrade)
 
     def begin(self) -> None:
-        """Drop all reports so far, since the set-up of the groups is not part of the day."""
+        """Drop the actions, the replaced instances and the requests so far, since the set-up of the
+        groups is not part of the day.
+        """
         self.began = time.monotonic()
         self.actions.clear()
         self.replaced.clear()
@@ -88,8 +90,8 @@ class Watch:
         )
 
     def look(self, states: pb.ListGroupStatesResponse) -> None:
-        """Record changes since the last call: groups moved or lent, and instances out of service
-        for faults.
+        """Record changes since the last call: groups adjusted or lent, and instances out of
+        service.
         """
         for entry in states.out_of_service:
             if entry.instance_id not in self.ejected:

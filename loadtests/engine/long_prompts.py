@@ -34,7 +34,7 @@ from pdmesh.launcher.spec import MeshSpec
 
 MODEL: Final = ROOT / ".cache/models/SmolLM2-135M-Instruct"
 KINDS: Final = {"pair": (1, 1, 0), "one engine": (0, 0, 1)}  # prefills, decodes, fusions
-# Whether long prompts are computed at the same time, and whether at another mesh.
+# The kinds of turns: without long prompts, with them at the same mesh, with them at another mesh.
 ALONE, BESIDE, ELSEWHERE = "alone", "beside", "beside, elsewhere"
 TURNS: Final = {"pair": (ALONE, BESIDE, ELSEWHERE), "one engine": (ALONE, BESIDE)}
 NUM_STREAMS, NUM_LONG = 4, 1

@@ -1,6 +1,6 @@
 """What vLLM's order by priority costs and gains (S83).
 
-The cost is measured if all requests have one priority. The gain is how much sooner urgent requests
+The cost is measured with requests of equal priority. The gain is how much sooner urgent requests
 are served beside a batch's prompts.
 
     python -m loadtests.engine.priorities        needs vLLM and the prepared model (make model)

@@ -87,9 +87,9 @@ class Report:
     seconds_until_idle: float = 0.0
     # what processes still hold for requests
     held: dict[str, dict[str, float]] = field(default_factory=dict)
-    # free blocks before and after
+    # blocks that are not reserved for a request, before and after
     blocks: dict[str, tuple[float, float]] = field(default_factory=dict)
-    # the same in the engine
+    # blocks of the engine that no request holds, before and after
     engine_blocks: dict[str, tuple[float, float]] = field(default_factory=dict)
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     rss_mib: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -374,7 +374,8 @@ async def _until_as_before(
 ) -> dict[str, int]:
     """Wait until the mesh has no more resources outside of its processes than before the run.
 
-    Returns the resources that it has. NATS drops the consumer of a killed process after 5 s.
+    Waits for at most `_QUIESCE_S`, and returns the resources that the mesh has then. NATS drops the
+    consumer of a killed process after 5 s.
     """
     end = time.monotonic() + _QUIESCE_S
     while True:

@@ -47,7 +47,7 @@ def still_there(names: Iterable[str]) -> set[str]:
 async def lasting_keys(redis_url: str, instance_ids: Iterable[str]) -> int:
     """How many Redis keys never expire.
 
-    Keys of the prefix index for these instances are not counted.
+    The prefix index's keys are not counted, unless they belong to another instance than these.
     """
     known = {keys.INSTANCES, keys.EPOCH}
     for name in instance_ids:

@@ -182,8 +182,8 @@ class Bench:
 
     async def _is_whole(self) -> bool:
         states = await self._operator.groups()
-        # Repeat the order. The last one may have come before the mesh saw that the device is well
-        # again.
+        # Repeat the order to uncordon. An earlier order may have come before the mesh saw that the
+        # device is well again.
         for entry in states.out_of_service:
             with suppress(InvalidRequest):
                 await self._operator.uncordon(entry.instance_id)

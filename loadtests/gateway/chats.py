@@ -69,7 +69,8 @@ VARIANTS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A result. Tokens are means over the turns after the first; the TTFT is their median.
+    """A result. Numbers of tokens are means over the turns after the first, and `ttft_ms` is the
+    median of these turns.
 
     `num_names` is the number of block names in the master's index at the end.
     """
@@ -153,7 +154,9 @@ async def _converse(
 
 
 async def _num_names(client: httpx.AsyncClient, mesh: Mesh) -> int:
-    """How many block names the master's index has. It waits until the index is up to date."""
+    """How many block names the master's index has. The function waits for half a second, so that
+    the index is up to date.
+    """
     await asyncio.sleep(0.5)
     answer = await client.get(f"http://{mesh.ops_address('master-scheduler')}/metrics")
     lines = [line for line in answer.text.splitlines() if line.startswith("pdmesh_index_blocks")]

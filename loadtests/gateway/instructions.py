@@ -42,7 +42,7 @@ _DUMP_S: Final = 60.0
 _WARMUP: Final = 64
 _TOTALS: Final = re.compile(r"^totals: (\d+)$", re.MULTILINE)
 _CONTENT: Final = "what is there to see in Lisbon in spring? " * 12
-# The path and the body's own fields of each kind of request.
+# For each kind of request, its path and the fields that only its bodies have.
 KINDS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "chat": (
         "/v1/chat/completions",

@@ -1,4 +1,4 @@
-"""What a long prompt costs a gateway: on its event loop, on its other threads, and the rate.
+"""What a long prompt costs a gateway: CPU on its event loop and on its other threads, and the rate.
 
     make bench NAME=prompt-cost [ARGS="--rounds 5 --prompts 24 --cores 8"]
 
@@ -50,8 +50,8 @@ _CHARS_PER_TOKEN: Final = 3.1  # characters per token of this text with SmolLM2'
 ROOM: Final = 1 << 18  # tokens
 _AT_ONCE: Final = 4
 _NUM_ENCODED: Final = 4
-_PER_S_BAR: Final = 60.0  # prompts of 60,000 tokens per second
-_CORES_BAR: Final = 0.1  # cores for one prompt of 100,000 tokens per second
+_PER_S_BAR: Final = 60.0  # prompts per second, each of 60,000 tokens
+_CORES_BAR: Final = 0.1  # cores that one prompt per second takes, of 100,000 tokens
 ABOUT: Final = (
     "CPU of the gateway's process for one prompt, in ms. Each cell: the median over the rounds "
     "(lowest..highest). Nothing here is an absolute claim about a quiet machine: a busy neighbour "

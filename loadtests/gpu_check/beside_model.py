@@ -17,7 +17,7 @@ from pdmesh.core.kv.layout.head_blocks import head_blocks
 from pdmesh.kv.device.copies import DeviceCopies, lock_pages
 from pdmesh.kv.device.operators import DeviceBlocks
 
-SHAPE: Final = (2, 512, 16, 8, 128)  # K and V, blocks, tokens, heads, numbers; 4 GiB in 64 layers
+SHAPE: Final = (2, 512, 16, 8, 128)  # K and V, blocks, tokens, heads, numbers; 32 MiB per layer
 NUM_LAYERS: Final = 16
 NUM_STEPS: Final = 200
 IDS: Final = list(range(3, 480, 7))

@@ -1,6 +1,6 @@
 """Runs one vLLM engine with vLLM's own NixlConnector in a process.
 
-A request is a line of JSON on stdin. Its answer is a line of JSON with the tokens and their times.
+A request is a line of JSON on stdin. Its answer is a line of JSON on the file descriptor OUT_FD.
 
     PYTHONPATH=<folder with nixl> python -m loadtests.handover.nixl_engine \
         MODEL_DIR SIDE_CHANNEL_PORT OUT_FD

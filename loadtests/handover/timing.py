@@ -11,7 +11,7 @@ class Timing:
     """The times of an answer with at least three tokens, in milliseconds."""
 
     ttft_ms: float
-    gap_ms: float  # from token 1 to 2; has the hand-over, unless token 1 waited for it
+    gap_ms: float  # from token 1 to 2; includes the hand-over, unless token 1 waited for it
     later_ms: float  # mean gap between later tokens, which is a decode step
     tokens: tuple[int, ...]
 

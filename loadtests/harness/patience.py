@@ -1,7 +1,7 @@
 """Waits for a quiet machine before a measurement, and repeats a disturbed measurement.
 
 There is a time limit for all of the waiting and repeating. Load from other processes makes every
-number worse. So the result of a disturbed window is dropped and only counted.
+number worse. So while time is left, the result of a disturbed window is dropped and only counted.
 """
 
 from __future__ import annotations

@@ -45,7 +45,9 @@ def layout_of(size: int) -> KvLayout:
 
 
 async def sender() -> None:
-    """For each line `size count` on stdin, stage `count` tickets and print the CPU that it took."""
+    """For each line `size first count` on stdin, stage `count` tickets and print the CPU seconds of
+    this process so far.
+    """
     largest = max(size for size, _ in CASES)
     agent = KvAgent(
         UcxTransport(),

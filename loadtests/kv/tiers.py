@@ -4,10 +4,10 @@ computed; and copy speed.
     python -m loadtests.kv.tiers                  needs vLLM and the prepared model (make model)
 
 A tier is a place for KV below the engine: the host pool, or files. vLLM engines run one after the
-other in child processes, with one prompt at a time. A round computes three prompts and asks again
-while the engine holds their blocks. Then it pushes the blocks out with other prompts, and asks once
-more. Files are read from the page cache, except in rows marked cold. For these rows, the kernel
-drops the files from the cache first.
+other in child processes, with one prompt at a time. A round sends three prompts, and sends them
+again while the engine holds their blocks. Then other prompts push the blocks out, and the three
+prompts are sent once more. Files are read from the page cache, except in rows marked cold. For
+these rows, the kernel drops the files from the cache first.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def _repeats(num_bytes: int, number: int) -> int:
 def _ours(both: Pair, num_bytes: int, number: int, transport: str) -> Iterator[Row]:
     for mode in cases.MODES:
         if mode in (cases.WIRE, cases.WIRE_EMPTY):
-            both.run(mode, num_bytes)  # warm-up of perftest
+            both.run(mode, num_bytes)  # a warm-up, as perftest has
             sample = both.run(mode, num_bytes, repeats=repeats_of(num_bytes))
             yield Row(number, transport, num_bytes, mode, **asdict(sample))
             continue

@@ -14,7 +14,7 @@ from pdmesh.engine.vllm.loading.window_reader import open_file
 
 @dataclass(frozen=True, slots=True)
 class BufferRound:
-    """The seconds that reading all files took, with one buffer and with a buffer for each."""
+    """The seconds that reading all files took, with one buffer and with a buffer for each file."""
 
     one_s: float
     each_s: float

@@ -30,8 +30,8 @@ _TICK_S: Final = 3.0
 def toolagent(
     seed: int, count: int, rate_per_s: float = 6.7, num_recent: int = 60
 ) -> list[Arrival]:
-    """Tool calls, whose prompts begin with long definitions of tools that many share, and some long
-    sessions.
+    """Tool calls. Their prompts begin with long definitions of tools, which many calls share. Some
+    calls belong to long sessions.
 
     Only the `num_recent` latest sessions may continue.
     """
@@ -213,7 +213,9 @@ def rtp_long_prompts(seed: int, count: int, rate_per_s: float = 16.0) -> list[Ar
 
 
 def window(arrivals: Sequence[Arrival], seed: int, count: int, time: float = 1.0) -> list[Arrival]:
-    """A part of a trace, a different one for each seed. Its times are multiplied by `time`."""
+    """A part of a trace, a different one for each of four seeds. Its times are multiplied by
+    `time`.
+    """
     most = max(1, (len(arrivals) - count) // 3)
     part = arrivals[(seed - 1) % 4 * most :][:count]
     return list(_from_zero(part, time))

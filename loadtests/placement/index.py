@@ -39,7 +39,7 @@ _DELTA_BLOCKS: Final = 64
 _BUDGET_S: Final = 0.06  # the time for each way in each cell
 _SPREADS: Final = ("random depths", "all hold all")
 _MOST_SLOWDOWN: Final = (
-    5.0  # the bar for the longest prompt's walk, with a hundred times as many workers
+    5.0  # how much slower the longest prompt's walk may be with a hundred times as many workers
 )
 
 

@@ -70,7 +70,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Prompts that were timed together, and their times as predicted before."""
+    """Prompts that were timed together. Their time was predicted before the predictor learnt it."""
 
     site: str
     trace: str
@@ -227,7 +227,9 @@ def _floor_table(floor: Sequence[tuple[Span, float]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _First:
-    """The time from the plan to token 1, with the errors of both expectations."""
+    """The time from the plan to token 1, and the errors of the master's expectation and of the mean
+    rate.
+    """
 
     site: str
     trace: str

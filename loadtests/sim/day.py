@@ -1,5 +1,5 @@
-"""A day of two scenarios in a few minutes, on the virtual clock: tides, two changes of content, an
-upgrade, three faults (S64).
+"""A day of two scenarios in a few minutes, on the virtual clock: traffic that rises and falls, two
+changes of content, an upgrade, three faults (S64).
 
 python -m loadtests.sim.day --out loadtests/results/day-2026-11-21
 """
@@ -87,7 +87,7 @@ SCHEDULE: Final = (
 
 
 def play(speed: float, seed: int, command: str) -> Day:
-    """Simulate the day. All its durations are divided by `speed`, except the times of requests."""
+    """Simulate the day. All its durations are divided by `speed`, except how long requests take."""
     until = DAY_S / speed
     shape = replace(SHAPE, ttft_slo_s=15.0)
     slo = {"chat": _E2E_SLO_S, "code": _E2E_SLO_S}

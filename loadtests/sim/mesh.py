@@ -118,7 +118,7 @@ class MeshShape:
 class Served:
     """The result of one request.
 
-    Times begin at the request's arrival. They are inf if it did not get that far.
+    Times begin at the request's arrival. They are inf if the request did not get that far.
     """
 
     arrival: Arrival

@@ -257,7 +257,7 @@ class Worker:
     def _keep_answer(self, job: Job) -> None:
         """Keep the answer's full blocks in the cache, as an engine does.
 
-        No request of this trace asks for their names. They only take space.
+        No request asks for these blocks. They only take space.
         """
         total = (job.num_prompt + job.num_output) // self.block_size
         new = max(0, total - len(job.blocks))

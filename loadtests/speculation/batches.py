@@ -1,4 +1,5 @@
-"""Whether speculation slows any batch on vLLM: two engines take turns, and one proposes (S118).
+"""Whether speculation slows any batch on vLLM: two engines take turns, and one proposes tokens
+(S118).
 
     python -m loadtests.speculation.batches      needs vLLM and the prepared model (make model)
 

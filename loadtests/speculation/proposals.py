@@ -30,7 +30,8 @@ from pdmesh.models import smollm2
 
 MAX_LEN: Final = 131_072
 OURS: Final = "ours, with a cursor"
-# the limit for our time divided by that of vLLM's n-gram proposer, from this length on
+# the limit for our time divided by that of vLLM's n-gram proposer, for prompts of _BAR_TOKENS or
+# more
 _BAR: Final = 1.0
 _BAR_TOKENS: Final = 10_000
 

@@ -34,8 +34,8 @@ _GIVE_UP_S: Final = 120.0
 class Answer:
     """The answer to one request.
 
-    Times are in seconds since the request was sent; inf if it did not get that far. `status` 0
-    means that there was no answer.
+    Times are in seconds since the request was sent; inf if the answer did not get that far.
+    `status` 0 means that there was no answer.
     """
 
     arrival: Arrival

@@ -240,7 +240,7 @@ def _rejections(mesh: Mesh) -> dict[str, float]:
 
 
 def by_rejections(page: str) -> dict[str, float]:
-    """The number of calls by how many prefills refused them.
+    """The number of calls by how many prefills rejected them.
 
     The numbers come from the cumulative buckets of a gateway's histogram.
     """

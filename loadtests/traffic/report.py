@@ -101,7 +101,7 @@ class Run:
     """The answers of one run, and what the mesh reports about it.
 
     `admitted` is the number of prompts or streams by instance. `rejections` is the number of calls
-    by how many prefills refused them, from the gateways' histograms. `prediction_errors` is the
+    by how many prefills rejected them, from the gateways' histograms. `prediction_errors` is the
     mean relative error of the master's prefill times, by kind of instance. All three are empty for
     a mesh that this program did not start.
 

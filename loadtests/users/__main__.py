@@ -5,7 +5,7 @@ A is 24 unless `--users` gives another number.
 
     python -m loadtests.users --out loadtests/results/users-2026-11-22
 
-With on-demand forwarding, a prefill accepts or refuses each prompt, and the gateway keeps refused
+With on-demand forwarding, a prefill accepts or rejects each prompt, and the gateway keeps rejected
 prompts in a waiting room. In the baseline, each prefill has a long queue, and the gateway chooses
 the shortest queue from reports that are 100 ms old. A report says how many tokens of the queued
 prompts are left to compute, which the reports in P/D-Serve's paper do not say. Prompts and SLO are

@@ -50,7 +50,8 @@ pytestmark = [
 ]
 
 NUM_STREAMS, MAX_TOKENS = 24, 120  # 2.4 s of decoding
-# the duration of a freeze or a cut, which is longer than leases and than sentinels wait
+# how long a freeze or a cut lasts: longer than a lease, and than the time after which the sentinels
+# replace a primary
 AWAY_S = 8.0
 SLACK_S = 1.5  # for a loaded machine with two cores
 GATEWAYS = ("a", "b")
@@ -66,8 +67,8 @@ class World:
     under_way: list[StreamOutcome] = field(default_factory=list)
 
     async def streams(self, prompts: list[list[int]], salt: str) -> list[StreamOutcome]:
-        """Run a stream for each prompt, at the gateways in turn. Each starts a little after the
-        last.
+        """Run a stream for each prompt, at the gateways in turn. Each starts 50 ms after the one
+        before.
 
         Runs with different salts share no KV.
         """

@@ -1,8 +1,8 @@
 """Three regions far apart, of which one is lost while streams run in the others.
 
 The regions are hosts of deploy/hosts/regions.yaml. Requests stay in their region. Between any two
-regions, there are 40 ms of latency each way and 0.2 % loss. The lost region has a third of NATS,
-and Redis' first primary.
+regions, there are 40 ms of latency each way and 0.2 % loss. The lost region has one of the three
+NATS servers, and Redis' first primary.
 """
 
 from __future__ import annotations

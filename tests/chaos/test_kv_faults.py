@@ -31,12 +31,12 @@ from tests.support.watch import Watch
 pytestmark = pytest.mark.timeout(180)
 
 NUM_STREAMS, MAX_TOKENS = 8, 12
-# the most rounds until a failpoint is hit, because few requests of a round may take that path
+# A failpoint must be hit within so many rounds. Perhaps few requests of a round pass it.
 MAX_ROUNDS = 5
 QUIESCE_S = 14.0  # the ticket lease of 10 s, the registry lease of 3 s, and a little more
 PARAMS = SimParams(num_layers=8, token_bytes=512)
 KV = {"PDMESH_SIM_NUM_LAYERS": "8", "PDMESH_SIM_TOKEN_BYTES": "512"}
-# the processes of one mesh die often
+# so many restarts are allowed because all cases kill processes of one mesh
 NEVER_GIVEN_UP = RestartPolicy(base_delay_s=0.0, max_deaths=1000)
 
 

@@ -172,7 +172,7 @@ async def test_if_the_only_link_is_dead_a_decode_computes_the_prompt_itself(
         await until(lambda: watch.excluded() == {("decode-0", "prefill-0", "KV_UNREACHABLE")})
         failures = counted(mesh, "pdmesh_kv_transfer_failures_total")
         in_peace = await stream_all(mesh, reference, seed=123)
-        # In this round, one instance computes what two instances share in the next round.
+        # In the round of `outcomes`, one instance computes what two share in the round `in_peace`.
         assert longest_gap_s(outcomes) <= FAULT_S + 4 * longest_gap_s(in_peace)
         assert counted(mesh, "pdmesh_kv_transfer_failures_total") == failures, (
             "no instance tried to pull"

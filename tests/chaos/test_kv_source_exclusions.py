@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(180)
 
 MAX_TOKENS = 6
 PULL_S = 1.0
-F23_S = 3.0  # beyond the time without faults; for F34, the bound is one more prefill
+F23_S = 3.0  # what F23 may add to the silence without faults; F34 may double the silence
 LOST = {
     "asking": "requests",
     "hearing": "answers",

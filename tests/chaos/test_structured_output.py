@@ -34,8 +34,8 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def kill_at_random(mesh: Mesh, rng: random.Random, killed: list[str]) -> None:
-    """While requests run, kill a prefill and a decode in turn. Each kill waits until the last
-    victim is back.
+    """Kill a prefill and a decode in turn, until this task is cancelled. Each kill waits until the
+    last victim is back.
     """
     while True:
         for role in ("prefill", "decode"):

@@ -87,7 +87,7 @@ class Cluster:
 
     @property
     def services(self) -> list[str]:
-        """The services whose containers keep running."""
+        """The services whose containers run."""
         return sorted(c["Service"] for c in self.containers())
 
     def containers(self) -> list[dict[str, Any]]:
@@ -126,7 +126,7 @@ class Cluster:
     def kill(self, service: str) -> None:
         """Send SIGKILL to the container.
 
-        The engine does not restart it, because this was intended.
+        The engine does not restart it, because a command killed it.
         """
         self.compose("kill", service)
 

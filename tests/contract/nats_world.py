@@ -15,7 +15,7 @@ from tests.support.sites import servers
 class NatsServerWorld:
     """The base of a contract test's world with real NATS.
 
-    It is a context manager, which closes its connections at the end.
+    It is a context manager, which closes its connections and its server at the end.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -100,7 +100,7 @@ async def test_a_leader_of_an_earlier_epoch_is_refused(world: World) -> None:
 
 
 async def test_a_decision_from_a_stale_view_is_not_written(world: World) -> None:
-    """A removed assignment has no epoch to compare, so the revision of its key decides."""
+    """A book that has not seen the assignment knows no epoch. Then the key's revision decides."""
     first = await (await world.party()).book()
     second = await (await world.party()).book()
     await first.write(assignment())

@@ -90,7 +90,9 @@ def write_layer(pair: KvPair, layout: KvLayout, data: ByteArray, layer: int) -> 
 async def test_layers_arrive_before_later_layers_are_computed(
     transport: MakeTransport, chunk_layers: int
 ) -> None:
-    """Decode asks before prefill begins, and gets the same bytes as with KV handed over whole."""
+    """The decode asks for the KV before the prefill computes it, and gets the same bytes as with KV
+    that is handed over whole.
+    """
     async with kv_pair(transport) as pair:
         data = open_ticket(pair, LAYERS, chunk_layers * LAYER_BYTES)
         ranges = Ranges(data.size)
@@ -334,7 +336,7 @@ async def test_a_pull_that_ends_while_parts_are_late_does_not_harm_another_pull(
 
 
 class DeafToTheFirst(AgentHooks):
-    """The receiver drops the answer to the first pull, so this pull is never drained."""
+    """The receiver drops the answer to the first pull, so it never takes this pull's payload."""
 
     def is_dropped(self, pull_id: int) -> bool:
         return pull_id == 1

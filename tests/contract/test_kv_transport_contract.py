@@ -68,7 +68,7 @@ async def test_a_pull_brings_the_staged_bytes_and_closes_the_ticket(
 async def test_a_pull_can_leave_out_the_first_blocks_of_each_layer(
     transport: MakeTransport, layout: KvLayout, first_block: int
 ) -> None:
-    # for -1, no block is needed, only the acknowledgement
+    # -1 stands for all blocks: none is pulled, and only the acknowledgement is sent
     first = first_block % (layout.num_blocks + 1)
     async with kv_pair(transport) as pair:
         data = pair.stage(layout)
@@ -136,7 +136,7 @@ async def test_a_ticket_of_another_incarnation_attempt_or_name_is_refused(
 async def test_a_ticket_number_without_its_secret_is_refused_and_no_error_shows_either(
     transport: MakeTransport,
 ) -> None:
-    """Logs, operators and clients see these errors, which must not allow them to pull."""
+    """Logs, operators and clients see these errors, which must not enable them to pull KV."""
     secret, wrong = "5" * 32, "6" * 32
     async with kv_pair(transport) as pair:
         pair.stage(SMALL, f"1f-{secret}")

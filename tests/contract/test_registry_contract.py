@@ -132,7 +132,7 @@ async def test_a_record_that_is_not_renewed_vanishes_by_itself(world: World) -> 
     seen: list[RecordChanged] = []
     lease = await owner.register(record())
     await until(lambda: "prefill-0" in view.records)
-    # A renewed record outlives its lease. The first check needs a settled connection.
+    # The owner renews its lease, so the record stays.
     with pytest.raises(AssertionError):
         await until(lambda: "prefill-0" not in view.records, within_s=2 * LEASE_S)
     view.on_change(seen.append)
@@ -161,7 +161,7 @@ async def test_a_new_incarnation_takes_the_id_and_the_old_one_learns_it(world: W
 
 @pytest.mark.fault("F18")
 async def test_no_process_is_declared_dead_because_of_an_outage_of_the_store(world: World) -> None:
-    """The outage is longer than every lease. The owners live, and register again."""
+    """The outage is longer than every lease. An owner that still lives registers again."""
     owner, dying, other = [await world.registry() for _ in range(3)]
     lease = await owner.register(record())
     await dying.register(record("decode-0"))

@@ -57,7 +57,9 @@ class Plain:
         return tokens
 
     def margins(self) -> list[list[float]]:
-        """By how much each drawn token is likelier than the next one, in log probability."""
+        """By how much each drawn token is likelier than the second likeliest, in log
+        probability.
+        """
         margins: list[list[float]] = self._answers()["margins"]
         return margins
 
@@ -164,7 +166,7 @@ def decode_config(model_dir: Path) -> VllmConfig:
 async def pair(request: pytest.FixtureRequest, model_dir: Path) -> AsyncIterator[Pair]:
     """A prefill and a decode.
 
-    If any test needs `plain`, it starts first. Plain vLLM then computes while the pair starts.
+    If any test needs `plain`, plain vLLM starts first, and computes while the pair starts.
     """
     items = request.session.items
     if any("plain" in getattr(item, "fixturenames", ()) for item in items):

@@ -132,7 +132,7 @@ class Host:
     def _hear_closed(self, output: TicketClosed) -> None:
         self.closed[output.ticket_id] = output.reason
         if (staged := self.tickets.pop(output.ticket_id, None)) is not None:
-            self.staging.free(staged)  # otherwise its leg failed before the ticket was open
+            self.staging.free(staged)  # if there is none, the leg failed before its ticket was open
 
     def _hear_blocks(self, output: BlocksChanged) -> None:
         removed, stored = set(output.removed), set(output.stored)

@@ -1,8 +1,8 @@
 """Computes the vectors and scores of plain vLLM, which is vLLM without the mesh.
 
 This program is a separate process with vLLM's engine, and has no code of the mesh. It reads texts
-from one JSON file and writes numbers to another. Arguments: model directory, convert, file of
-texts, file of numbers.
+from one JSON file and writes numbers to another. Arguments: model directory, vLLM's option
+`convert`, file of texts, file of numbers.
 """
 
 from __future__ import annotations

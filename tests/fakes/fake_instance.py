@@ -81,7 +81,7 @@ class FakeLeg:
     outbox: Outbox
     awaits_first: bool = False  # the decode started before the prefill drew token 1
     ticket_id: str = ""
-    prefill: pb.Prefill | None = None  # the request of a prefill whose first token is held back
+    prefill: pb.Prefill | None = None  # the prefill's request, until its first token is drawn
     num_drawn: int = 0  # the tokens that this leg has drawn
     script: Sequence[int] = ()
 
@@ -336,7 +336,7 @@ class FakeInstance:
         )  # fmt: skip
 
     def finish_prefills(self) -> None:
-        """Let the prefills that were held back draw their first token."""
+        """Let all prefills that still wait draw their first token."""
         self.is_holding = False
         for leg in [leg for leg in self.legs.values() if leg.prefill is not None]:
             self._finish_prefill(leg)

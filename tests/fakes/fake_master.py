@@ -1,4 +1,4 @@
-"""A fake master that answers requests for plans over real gRPC, as a test orders.
+"""A fake master, behind real gRPC. A test says whether it answers, refuses, or is silent.
 
 A plan ranks the instances that may serve a request.
 """
@@ -17,13 +17,13 @@ from pdmesh.v1.common_pb2 import InstanceRecord
 
 
 class FakeMaster:
-    """Answers each request for plans with its number of queries as the epoch."""
+    """Gives no plans: the epoch in each answer is the number of queries in the request."""
 
     def __init__(self) -> None:
         self.num_streams = 0
         self.is_silent = False
         self.is_refusing = False
-        # the blocks of every prompt that instances hold, by scenario
+        # how many blocks of any prompt instances hold, by scenario
         self.held: dict[str, int] = {}
         self.matched: list[int] = []  # the number of hashes in each MatchPrefix request
 

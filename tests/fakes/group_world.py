@@ -1,8 +1,9 @@
-"""A mesh under a group controller without processes, for tests of the order of events.
+"""A group controller and instances without processes, for tests of the order of events.
 
-Instances are `InstanceLife` cores without engines. The test decides how long loading, connecting
-and idling take. The registry has records and assignments, which are the leader's orders to
-instances. As in JetStream, a write succeeds only if its writer has seen the latest value.
+Instances are `InstanceLife` cores without engines. The test decides when an instance has loaded, is
+connected, and has ended its requests. The registry has records and assignments, which are the
+leader's orders to instances. As in JetStream, a write succeeds only if its writer has seen the
+latest value.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class World:
     upgrades: dict[str, Upgrade] = field(default_factory=dict)
     versions: dict[int, Desired] = field(default_factory=dict)
     told: list[AnnounceUpgradeStep] = field(default_factory=list)
-    lost_versions: frozenset[int] = frozenset()  # versions that the registry has not kept
+    lost_versions: frozenset[int] = frozenset()  # desired states that are no longer stored
     canary_share: float = 0.0  # the canary share of the next version
     busy: float | None = 0.1
     planning: frozenset[str] = frozenset()
@@ -237,8 +238,8 @@ class World:
                     self.told.append(effect)
 
     def answer(self, sick: str = "", num: int = 5) -> None:
-        """Let every instance answer some requests. Instances of the revision `sick` also fail as
-        many.
+        """Let every ready instance answer some requests. Instances of the revision `sick` also fail
+        as many.
         """
         for process in self.processes.values():
             role_spec = process.life.role_spec
@@ -263,7 +264,7 @@ class World:
     # --- what a test wants ------------------------------------------------------------------------
 
     def settle(self, max_s: float = 3000.0, quiet_s: float = 45.0) -> None:
-        """Run without faults until all work is done and the leader has no more effects."""
+        """Run without faults until nothing has changed for `quiet_s`. Fails after `max_s`."""
         end, num_quiet = self.now + max_s, 0
         while num_quiet < quiet_s:
             assert self.now < end, self.describe()

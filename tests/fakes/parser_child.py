@@ -1,7 +1,7 @@
 """A process that parses answers without vLLM. Each token is one character.
 
-Some tokens end or stop the process. Run it with `python -m tests.fakes.parser_child`. With
-`--unfit`, it has no parsers for any model.
+Some tokens make the process slow, hang or fail. Run it with `python -m tests.fakes.parser_child`.
+With `--unfit`, it has no parsers for any model.
 """
 
 from __future__ import annotations

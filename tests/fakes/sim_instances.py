@@ -210,7 +210,7 @@ class TestSession:
         self.num_signs = 0  # the number of signs of work, as last reported
         self.num_messages = 0
         self.error: grpc.aio.AioRpcError | None = None
-        self.reads = asyncio.Event()  # if this event is cleared, nothing is read
+        self.reads = asyncio.Event()  # while this event is cleared, nothing is read
         self.reads.set()
 
     async def __aenter__(self) -> Self:
@@ -306,7 +306,7 @@ class TestSession:
         ticket: common_pb2.Ticket,
         **other: Any,
     ) -> LegLog:
-        """Start a decode. `sampling` is the client's, of which the decode draws one token fewer."""
+        """Start a decode. It draws one token less than the client's `sampling` allows."""
         leg = self._new_leg()
         rest = replace(
             sampling, max_tokens=sampling.max_tokens - 1, num_drawn=sampling.num_drawn + 1
@@ -358,7 +358,7 @@ _REASONS = {
 async def generate(
     prefill: TestSession, decode: TestSession, prompt: Sequence[int], sampling: Sampling
 ) -> tuple[list[int], FinishReason]:
-    """Run one request over a pair as a gateway does, and repeat it while it is refused.
+    """Run one request over a pair as a gateway does. A leg that is rejected is sent again.
 
     Asserts that the request succeeds.
     """

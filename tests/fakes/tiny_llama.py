@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 8, 4, 64, 4
-VOCABULARY_SIZE = 40_960  # the prompts of tests/e2e/cases.py are within it
+VOCABULARY_SIZE = 40_960  # larger than all token ids in the prompts of tests/e2e/cases.py
 
 
 def llama_config(**sizes: int) -> Any:

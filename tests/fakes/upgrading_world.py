@@ -58,7 +58,7 @@ def told(world: World) -> list[str]:
 
 
 def check_one_at_a_time(world: World) -> None:
-    """Check that at most one group has two revisions.
+    """Check that at most one group has more than one revision.
 
     Of each revision, a group must not have more prefills or decodes than the group should have.
     """

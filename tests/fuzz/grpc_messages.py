@@ -1,7 +1,7 @@
 """Fuzzes the gRPC parsers of the public API and of instances, and the validation after them.
 
-`feed` raises only if a promise is broken. The parser turns bytes into a message or raises
-InvalidRequest. The validation turns a message into a request or raises a short MeshError. An
+`feed` raises only if one of these promises is broken. The parser turns bytes into a message or
+raises InvalidRequest. The validation turns a message into a request or raises a short MeshError. An
 accepted request is within the limits of the API.
 """
 

@@ -1,8 +1,8 @@
 """Fuzzes the gateway's HTTP framing with random bytes in pieces of any size.
 
-`feed` raises only if a promise is broken. The gateway sends only whole responses, at most one for
-each request and one refusal. The application sees no header that could be read as two headers. A
-connection that ends leaves nothing behind.
+`feed` raises only if one of these promises is broken. The gateway sends only whole responses, at
+most one for each request and one refusal. The application sees no header that could be read as two
+headers. A connection that ends leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _App:
 class _Transport(asyncio.Transport):
     """A transport that accepts all output.
 
-    As with a socket, the protocol learns of its end in the event loop's next turn.
+    As with a socket, the protocol learns of the transport's end in the event loop's next turn.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -1,7 +1,8 @@
 """Fuzzes the parsers of OpenAI requests with any body that a client may send.
 
-`feed` raises only if a promise is broken. A parser turns a body into a request or raises a short
-InvalidRequest. An accepted body has the values that the standard library's parser finds in it.
+`feed` raises only if one of these promises is broken. A parser turns a body into a request or
+raises a short InvalidRequest. An accepted body has the values that the standard library's parser
+finds in it.
 """
 
 from __future__ import annotations

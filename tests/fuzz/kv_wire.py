@@ -56,7 +56,7 @@ def _feed_parser(data: bytes) -> None:
 
 
 class _Connection:
-    """A peer that accepts all messages and completes nothing until its connection is aborted."""
+    """A peer that accepts all messages and never completes the transfer of a payload."""
 
     key = 1
 

@@ -1,8 +1,8 @@
 """Fuzzes the reader of the desired state with any text that an operator may send.
 
-`feed` raises only if a promise is broken. The reader turns a text into a desired state, or raises a
-short InvalidRequest that names a line. A desired state has no problems. The same text gives the
-same state when it is read again.
+`feed` raises only if one of these promises is broken. The reader turns a text into a desired state,
+or raises a short InvalidRequest that names a line. A desired state passes all checks of `problems`.
+The same text gives the same state when it is read again.
 """
 
 from __future__ import annotations

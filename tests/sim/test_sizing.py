@@ -44,7 +44,7 @@ def test_the_mesh_sees_the_times_of_the_plan(
 def test_twice_the_planned_load_breaks_the_goals(
     search: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the mesh kept the goals, the plan would be twice too large."""
+    """If the mesh kept the goals, the plan would be twice as large as needed."""
     monkeypatch.setattr(played, "NUM_REQUESTS", 1000)
     found, wanted = planned(LONG, 6.0, search)
     assert not played.keeps(found, wanted.at(12.0), 1)

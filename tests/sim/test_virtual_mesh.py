@@ -151,7 +151,7 @@ def test_few_prefills_for_a_scenarios_prefixes_raise_its_hit_rate_and_lower_its_
 @pytest.mark.parametrize("seed", [1, 2])
 def test_under_four_times_its_load_a_mesh_accepts_what_formula_2_says(seed: int) -> None:
     """The mesh accepts n_p b_p / T_p requests per second, within 10 %. The formula counts all slots
-    of the prefills, so all of them are in use.
+    of the prefills, so the load must fill them.
     """
     shape = MeshShape(PER_TOKEN, num_prefill=4, num_decode=2, prefill_slots=4, ttft_slo_s=2.0)
     until_s, full_per_s = 30.0, 4 / 0.1  # four prompts at once, of 100 ms each
@@ -294,7 +294,7 @@ def test_poisson_arrivals_have_the_rate_that_was_asked_for() -> None:
 @pytest.mark.parametrize("which", [0, 1])
 def test_phi_from_a_profile_is_what_a_full_mesh_carries(which: int) -> None:
     """The profile and the full mesh agree within 15 %. In one case prefill is the bottleneck, in
-    the other decode. The master predicts prefills within 20 %.
+    the other decode. The master predicts prefill times within 20 %.
     """
     workload = replace(phi_check.WORKLOADS[which], num_requests=1000, num_scenarios=20)
     found = phi_check.check(workload, seed=1)

@@ -1,6 +1,6 @@
 """Collects errors, ends of requests and source exclusions from a mesh's NATS server.
 
-With a source exclusion, a decode stops fetching KV from a prefill for a while.
+With a source exclusion, a decode ejects or avoids a prefill as a source of KV for a while.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from loadtests.kv_bench.rounds import Row
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-BAR_TOTAL: Final = 0.54  # as a share of the time block by block
+BAR_TOTAL: Final = 0.54  # as a share of the time of a transfer block by block
 BAR_WIRE: Final = 0.95  # as a share of ucx_perftest's rate
 BAR_VISIBLE: Final = 0.35  # as a share of the time that is visible in whole-model mode
 BAR_NIXL: Final = 1.0

@@ -40,7 +40,7 @@ _ABOUT: Final = (
     "from the first run is chance."
 )
 _PREFILLS: Final = 320
-# how many meshes of four instances; the families are made for one such mesh
+# the families are made for meshes of four instances; this mesh is as large as so many
 _MESHES: Final = _PREFILLS // 4
 _SLOWER: Final = 32.0
 # blocks of a prompt; the few longer prompts are left out, since they are heavy

@@ -96,7 +96,7 @@ class Arena:
     async def act(self, action: Action) -> None:
         """Carry out an action.
 
-        Returns when the fault is over, or when a leader accepts the order.
+        Returns when the fault is over, or when a leader has accepted or refused the order.
         """
         match action:
             case Signal():
@@ -176,7 +176,7 @@ class Arena:
     async def _order(self, action: Apply | Rollback | Cordon | Uncordon) -> None:
         """Give an order. It is repeated if its answer is lost.
 
-        If the first attempt was carried out, the error of a repetition is ignored.
+        A refusal is only reported, because the first attempt may have been carried out.
         """
         try:
             match action:

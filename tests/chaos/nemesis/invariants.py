@@ -1,4 +1,4 @@
-"""Checks the invariants I1 to I9 after a step of the nemesis, which is a set of random faults.
+"""Checks the invariants I1 to I9 after each step of random faults and orders.
 
 Each check names its invariant. Most checks need the whole mesh at rest. The module `witness` checks
 the invariants that must hold at any moment (I3, I7).
@@ -44,8 +44,8 @@ AGAIN_S: Final = 5.0  # until a new request works (I8)
 FILE_SLACK: Final = 48
 CONSUMER_SLACK: Final = 12  # instances with a role watch more streams than blank ones
 _CANARY_TOKENS: Final = 4
-# docs/api.md documents these errors for a request that instances or gateways failed. The error
-# `internal` would be a bug.
+# The errors that docs/api.md documents for a request that fails because of instances or gateways.
+# The error `internal` would be a bug.
 ERRORS: Final = frozenset(
     {
         "overloaded", "ttft_unreachable", "queue_full", "no_instance", "draining",
@@ -62,7 +62,7 @@ _EXPECTED_DEATHS: Final = (b"engine.died",)  # a failpoint causes this death
 
 @dataclass
 class Books:
-    """The counts of a step, which are compared with the counts of the next step."""
+    """Counts of earlier steps, with which later counts are compared."""
 
     pids: dict[str, int] = field(default_factory=dict)
     files: dict[int, int] = field(
@@ -75,7 +75,9 @@ class Books:
 
 
 async def within(seconds: float, condition: Callable[[], Awaitable[str]]) -> str:
-    """Wait until `condition()` returns an empty string, and return its last result."""
+    """Wait for at most `seconds` until `condition()` returns an empty string; returns its last
+    result.
+    """
     deadline = time.monotonic() + seconds
     while missing := await condition():
         if time.monotonic() > deadline:
@@ -196,8 +198,8 @@ def _named(counts: Counter[Role]) -> str:
 async def nothing_held(arena: Arena, records: Mapping[str, InstanceRecord]) -> str:
     """Check that everything is free when no request runs (I4).
 
-    This includes slots, tickets, arenas, pulls, waiting rooms, legs and KV blocks. Returns the
-    rest, or an empty string.
+    This includes slots, tickets, arenas, pulls, waiting rooms, legs and KV blocks. Returns what is
+    still held, or an empty string.
     """
     with contextlib.suppress(URLError, ValueError, OSError):
         rest = await asyncio.to_thread(held, arena.mesh, [*INSTANCES, *GATEWAYS])

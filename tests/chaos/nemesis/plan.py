@@ -194,7 +194,7 @@ class Plan:
             return [Uncordon(ended.target)]
         self._orders = self._orders or self._random.sample(_ORDERS, len(_ORDERS))
         match self._orders.pop():
-            case "apply":  # a second desired state comes while the first is half done
+            case "apply":  # if two, the second comes before the groups match the first
                 num = self._random.choice((1, 1, 2))
                 return [self._draw_desired() for _ in range(num)]
             case "rollback" if self._cordoned is None:  # a rollback may restore another release

@@ -2,7 +2,7 @@
 
 Examples are two leaders, a write with an old epoch, and a wrong pair of prefill and decode. The
 witness reads the registry, the bucket of assignments, and the events. While NATS is unreachable,
-the witness sees nothing and reports nothing.
+the witness only checks that two masters never lead at once.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from pdmesh.v1.scheduler_service_pb2 import PlanQuery, PlanRequest
 from pdmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from tests.chaos.nemesis.plan import MASTERS
 
-_MARGIN_S: Final = 3.0  # the latency of a watch may make a record outdated by this time
+_MARGIN_S: Final = 3.0  # because of a watch's latency, a record may be outdated by this time
 _PROBE_EVERY_S: Final = 0.4
 _MAX_LIVES: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A fact that must never happen. `invariant` is one of I1 to I9, or the broken requirement."""
+    """A breach of `invariant`, which is one of I1 to I9 or a requirement."""
 
     invariant: str
     what: str
@@ -132,8 +132,8 @@ class Witness:
             other = self._view.records.get(peer.instance_id)
             if other is None or other.incarnation != peer.incarnation:
                 continue
-            # An incarnation is blank only before it gets a role. So a blank incarnation will have
-            # newer records.
+            # An incarnation is blank only before it gets a role, and a connected peer has a role.
+            # So this record of a blank peer is outdated.
             if other.role != ROLE_NONE:
                 self._check_pair(record, other, "connected")
 

@@ -182,7 +182,9 @@ async def test_a_prompt_handed_over_per_layer_gives_the_outputs_of_plain_vllm(
 
 @pytest.mark.req("S3", "S47")
 async def test_of_a_layer_with_a_window_only_the_window_moves(served: Served) -> None:
-    """The token after 500 sees the tokens from 401 on. So no block before these tokens moves."""
+    """The token after a prompt of 500 tokens sees only the tokens from position 401 on. So such a
+    layer's earlier blocks do not move.
+    """
     prompt, size = random.Random(17).choices(VOCABULARY, k=500), BLOCK_SIZE
     num_blocks, first = -(-500 // size), (500 - WINDOW + 1) // size
     kind, run = served.kind, Pair(served.prefill, served.decode, salt="bytes")

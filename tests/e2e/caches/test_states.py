@@ -56,7 +56,8 @@ class Kind:
     num_step_blocks: int = 4  # the most blocks that a step computes
     near_tie: float = NEAR_TIE  # a margin of log probabilities that rounding may reverse
     num_at_once: int = NUM_AT_ONCE  # requests that plain vLLM runs at once
-    has_heads_apart: bool = False  # vLLM's CPU kernel for rotation is wrong for such heads
+    # The model passes [tokens, heads, size], which vLLM's CPU kernel rotates wrongly.
+    has_heads_apart: bool = False
 
 
 KINDS = {

@@ -13,7 +13,7 @@ WINDOW: Final = 100  # tokens that a sliding layer sees, including the current o
 NUM_LAYERS: Final = 6
 NUM_SLIDING: Final = 4  # sliding layers of the model that has both kinds
 LAYER_BYTES: Final = 2 * 2 * 64 * 4  # bytes per token in fp32: K and V of two heads
-VOCABULARY_SIZE: Final = 40_960  # the prompts of tests/e2e/cases.py are within it
+VOCABULARY_SIZE: Final = 40_960  # larger than all token ids in the prompts of tests/e2e/cases.py
 # the type is Any because transformers takes numbers and flags here
 _SIZES: Final[dict[str, Any]] = {
     "vocab_size": VOCABULARY_SIZE,
@@ -53,8 +53,8 @@ def _write(
 ) -> Path:
     """Write a model. The same seed gives the same weights on every machine.
 
-    Gemma's output layer is its embeddings, which Gemma multiplies. Without `embedding_scale`, the
-    likeliest next token would always be the last token.
+    Gemma multiplies its embeddings, which are also its output layer. Without `embedding_scale`, the
+    likeliest next token would always be the token just read.
     """
     import torch
 

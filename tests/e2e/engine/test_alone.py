@@ -102,7 +102,7 @@ async def test_a_worker_shows_each_layer_that_it_computes_and_nothing_while_it_i
     os.kill(pid, signal.SIGSTOP)
     try:
         leg = await pair.start_prefill((19, *prompt[1:]), Sampling(max_tokens=1))
-        await asyncio.sleep(1.0)  # read the signs that were in flight
+        await asyncio.sleep(1.0)  # time for the signs that are in flight to arrive
         frozen = engine.stats().num_signs
         await asyncio.sleep(1.0)
         assert engine.stats().num_signs == frozen

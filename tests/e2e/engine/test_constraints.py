@@ -220,8 +220,8 @@ async def test_an_answer_is_the_same_after_a_death_at_any_token(
 async def test_a_decode_with_speculation_draws_the_same_greedy_tokens(
     pair: Pair, model_dir: Path, expected: list[list[int]]
 ) -> None:
-    """The matcher must take each proposed token, or undo its step. Only greedy answers are
-    compared.
+    """The matcher must take each proposed token that is accepted, and no other. Only greedy answers
+    are compared.
     """
     config = replace(
         decode_config(model_dir),

@@ -31,7 +31,7 @@ pytestmark = [
 ]
 NUM_PROMPTS = 20
 NUM_TOKENS = 12
-# These tokens are so few that an answer repeats each of them.
+# These tokens are so few that answers repeat some of them.
 FEW = tuple(range(2000, 2024))
 # Words of two tokens. Two legs may draw the first and the second token.
 PAIRS = tuple((first, second) for first in FEW for second in FEW if first != second)

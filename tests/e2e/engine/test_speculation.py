@@ -231,7 +231,9 @@ async def test_a_copy_takes_a_fraction_of_the_steps_and_has_the_same_tokens(
 async def test_an_answer_that_is_moved_amid_its_proposals_goes_on_as_it_was(
     speculating: Pair, copied: Copied
 ) -> None:
-    """The decode is aborted after a step that drew several tokens. Only the text moves on."""
+    """The decode is aborted after a step that drew several tokens. The new prompt has the drawn
+    tokens, but no proposals.
+    """
     cases, tokens = copied
     before = num_accepted(speculating.decode)
     for case, expected in zip(cases, tokens, strict=True):

@@ -77,7 +77,7 @@ def long_prompts(reference: Reference) -> tuple[list[Case], list[list[int]]]:
 
 
 def num_blocks(todo: list[Case]) -> int:
-    """The number of full blocks in all prompts that need not be computed again.
+    """The number of full blocks, over all prompts, that need not be computed again.
 
     A block that several prompts share counts once for each prompt.
     """
@@ -370,8 +370,8 @@ async def test_a_local_job_is_served_from_the_pool_and_its_answer_is_stored_ther
 
 @pytest.mark.req("S49")
 async def test_staged_blocks_return_to_the_engine_before_any_pull(pair: Pair, small: Host) -> None:
-    """Prompts of twice the cache's size wait in the staging arena. The next prompt is computed as
-    usual.
+    """The staged prompts have more than twice as many blocks as the cache. The next prompt is
+    computed as usual.
     """
     rng, run = random.Random(49), Pair(small, pair.decode, salt="nobody pulls")
     prompts = [tuple(rng.choices(VOCABULARY, k=8 * BLOCK_SIZE)) for _ in range(5)]

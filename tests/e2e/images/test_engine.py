@@ -193,7 +193,9 @@ async def test_one_engine_alone_answers_as_plain_vllm_does(pair: Pair, wanted: W
 
 @pytest.mark.req("S80", "S128")
 async def test_blocks_have_the_names_that_a_gateway_gives_them(pair: Pair, wanted: Wanted) -> None:
-    """The names are in the engine's cache and in the host pool. The second request finds them."""
+    """Blocks in the engine's cache and in the host pool have these names. The second request finds
+    the blocks.
+    """
     host = pair.prefill
     prompt, images, sampling = max(wanted.asked(), key=lambda each: len(each[0]))
     each = replace(pair, images=images, salt="names")

@@ -72,7 +72,8 @@ def wanted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Wanted:
     """Prompts with images of several shapes at different places, and prompts without an image.
 
     An image is at the beginning, in the middle, across the end of a block, or at the end. Some
-    prompts have several images. Two images have the same number of tokens, but in different rows.
+    prompts have several images. Two images have the same number of tokens, but different numbers of
+    rows.
     """
     folder = tmp_path_factory.mktemp("pictures")
     wide, tall = picture(1, (42, 84)), picture(2, (84, 42))

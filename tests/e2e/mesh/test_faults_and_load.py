@@ -179,7 +179,9 @@ async def test_every_stream_of_vllm_ends_well_when_one_process_is_hit(
 async def test_every_turn_of_a_chat_goes_to_the_decode_of_its_first_and_finds_its_kv(
     pairs: Mesh, client: httpx.AsyncClient
 ) -> None:
-    """Every turn's prompt continues the turn before. Its full blocks are not computed again."""
+    """Every turn's prompt continues the turn before. The full blocks of that turn are not computed
+    again.
+    """
     await pairs.wait_ready(timeout_s=RESTART_S)
     chats = Chats(pairs, client)
     bus = await NatsBus.connect(pairs.nats_url, "test-chats")

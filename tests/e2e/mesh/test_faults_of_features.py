@@ -42,7 +42,7 @@ pytestmark = [
 PREFILLS: Final = ("prefill-0", "prefill-1")
 DECODES: Final = ("decode-0", "decode-1")
 NUM_ROUNDS: Final = 3  # rounds with all prompts at once
-# the most rounds until a failpoint is hit, because not every request reaches its process
+# A failpoint must be hit within so many rounds. Not every request reaches its process.
 MAX_ROUNDS: Final = 8
 _SALTS: Final = itertools.count()
 

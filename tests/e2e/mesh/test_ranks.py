@@ -111,7 +111,7 @@ async def test_two_ranks_hand_over_to_two_ranks_and_nothing_is_computed_twice(
 async def test_each_rank_moves_its_own_shard_and_the_slowest_sets_the_time(ranks: Pair) -> None:
     """Rank 1 of the prefill is frozen.
 
-    Pulls from it wait, but requests that decode already do not.
+    Pulls from it wait, but requests that already decode do not wait.
     """
     sampling = Sampling(max_tokens=4)
     prompt, other = (

@@ -154,7 +154,7 @@ async def test_calls_that_have_to_be_made_go_on_through_the_death_of_their_decod
 
 
 async def mesh_serves(client: openai.AsyncOpenAI) -> bool:
-    """Whether a decode serves again."""
+    """Whether the mesh answers a request."""
     try:
         await client.completions.create(model="default", prompt="a", max_tokens=4)
     except openai.APIStatusError:

@@ -2,9 +2,9 @@
 
 The answers must equal those of plain vLLM, which is vLLM without the mesh. One side has one rank,
 and the other has two. A rank takes the heads that it needs from the ranks that hold them. On a CPU,
-vLLM packs a head's block for the processor, but keeps its blocks head by head, so this works. Plain
-vLLM has one rank. Two ranks add in another order, so the comparison leaves out answers that
-rounding may change.
+vLLM has its own layout within a head's block. But it stores the heads one after another, so a rank
+can take single heads. Plain vLLM has one rank. Two ranks add in another order, so the comparison
+leaves out answers that rounding may change.
 """
 
 from __future__ import annotations

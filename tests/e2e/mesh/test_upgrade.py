@@ -84,7 +84,7 @@ async def test_two_groups_of_vllm_get_another_revision_under_load_and_the_text_s
 
 async def running(operator: Operator) -> set[str]:
     """The revision of all members. Empty unless both groups serve with one revision."""
-    await asyncio.sleep(0.2)  # so that this query does not load the machine
+    await asyncio.sleep(0.2)  # so that repeated queries do not load the machine
     states = (await operator.groups()).groups
     found = {member.revision for group in states for member in group.members}
     return found if [g.state for g in states] == ["serving"] * 2 and len(found) == 1 else set()

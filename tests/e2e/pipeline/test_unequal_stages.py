@@ -87,7 +87,9 @@ async def test_a_rank_finds_its_layers_and_heads(unequal: Pair, plain: Plain) ->
 
 @pytest.mark.req("S120", "S57")
 async def test_no_byte_moves_twice(unequal: Pair) -> None:
-    """A ticket states the bytes of its largest stage, but each stage moves only its own bytes."""
+    """A ticket states the bytes of a rank of the largest stage, but each rank moves only its
+    own.
+    """
     prompt = random.Random(9).choices(VOCABULARY, k=300)
     first = await unequal.prefilled(prompt, sampling := Sampling(max_tokens=4))
     assert first.ticket is not None

@@ -71,7 +71,7 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list
 async def host(
     model: Path, expected: list[list[int]], request: pytest.FixtureRequest
 ) -> AsyncIterator[tuple[Host, SchedulingPolicy]]:
-    """An engine without a pair, whose steps have few tokens.
+    """An engine that does both phases, in steps of few tokens.
 
     It starts when plain vLLM has ended.
     """
@@ -117,7 +117,9 @@ async def in_order_of_end(host: Host, legs: Sequence[int]) -> tuple[list[int], l
 
 @contextmanager
 def frozen(host: Host) -> Iterator[None]:
-    """Stop the engine's scheduler. At the end of the block, it gets all new requests at once."""
+    """Freeze the engine's processes. At the end of the block, the engine gets all new requests at
+    once.
+    """
     for pid in host.engine.worker_pids:
         os.kill(pid, signal.SIGSTOP)
     try:

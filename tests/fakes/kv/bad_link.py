@@ -50,7 +50,7 @@ class BadLink:
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        # from this byte on, the link passes nothing in both directions
+        # from this byte on, the link passes nothing in either direction
         self.cut_at: int | None = None
         # from this byte on, the next large packet gets a flipped bit
         self.flip_at: int | None = None
@@ -105,7 +105,7 @@ class BadLink:
                 return  # the device is gone with its namespace
 
     def _idle_s(self) -> float:
-        """The time until the next packet is due."""
+        """The time until the next packet is due, at most 50 ms."""
         due = self._on_way[0][0] - time.monotonic() if self._on_way else 0.05
         return min(0.05, max(0.0, due))
 
@@ -158,7 +158,7 @@ def _checksum(data: bytes) -> int:
 
 
 def reset(pid: int) -> None:
-    """Reset every TCP connection of the process's namespace, as a middlebox would."""
+    """Reset every TCP connection of the process over the link, as a middlebox would."""
     _run("nsenter", "-t", str(pid), "-n", "ss", "-K", "dst", "10.91.0.0/24")
 
 

@@ -1,8 +1,8 @@
 """A `KvTransport` between agents of one process, with the promises of the UCX adapter.
 
-Messages and payloads are delivered from the event loop, in order within each lane. A test may
-freeze a transport, which then delivers and accepts nothing. A test may also cut a transport, which
-then closes its connections. This is like a signal to a process.
+Messages and payloads are delivered from the event loop, in order within each lane. A frozen
+transport delivers and accepts nothing, like a process after SIGSTOP. A cut transport has closed its
+connections, like a process after SIGKILL.
 """
 
 from __future__ import annotations

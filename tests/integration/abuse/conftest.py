@@ -36,8 +36,8 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="package")
 async def the_loop_is_not_held(mesh: Mesh) -> AsyncIterator[None]:
-    """Check after each test that nothing held the gateway's event loop ten times as long as the
-    longest honest request does.
+    """Check after each test that nothing held the gateway's event loop more than ten times as long
+    as the longest honest request does.
     """
     gauge(mesh, "pdmesh_process_loop_held")  # reading the gauge resets it
     yield

@@ -1,8 +1,8 @@
 """Attacks a real gateway process through its public port.
 
 Each attack must stay within bounds of time and memory, and the gateway must go on serving an honest
-client. The honest client has its own address and process. Each test bounds the client's loss
-relative to its service just before the attack.
+client. The honest client has its own address and process. Where a test bounds times, it compares
+them with this client's times just before the attack.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ async def test_one_address_cannot_take_all_connections(mesh: Mesh) -> None:
 
 @pytest.mark.fault("F28")
 async def test_clients_that_do_not_read_cost_little_and_are_cut(mesh: Mesh) -> None:
-    """Four clients ask for 8 choices of 3,000 tokens each, some 3 MB of events. Four others send
-    20,000 requests on one connection. None of them reads anything.
+    """Four clients ask for 8 choices of 3,000 tokens each, some 3 MB of events. Four others each
+    send 20,000 requests on one connection. None of them reads anything.
     """
     body = (
         b'{"model":"default","prompt":"x","max_tokens":3000,"n":8,"ignore_eos":true,"stream":true}'

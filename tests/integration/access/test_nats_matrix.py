@@ -141,7 +141,7 @@ def entries(table: dict[str, str], role: str, me: str) -> set[tuple[str, str]]:
 
 
 def all_sends() -> set[str]:
-    """Every subject to which a message could have an effect, whoever may send it."""
+    """Every subject on which a message could have an effect, whoever may send it."""
     ids = [instance_id for _, instance_id in PROCESSES]
     sends = {f"mesh.v1.{kind}.{each}" for kind in event_kinds() for each in (*ids, "x")}
     for name in ALL_BUCKETS:

@@ -122,8 +122,8 @@ def test_every_service_has_its_probes_and_time_to_load(value_set: str) -> None:
         ):
             assert container[probe]["httpGet"]["path"] == path
             assert container[probe]["httpGet"]["port"] in ports
-        # An instance is ready once its model is loaded, so this also ends its start. A gateway is
-        # ready only when an instance serves, so its start must not wait for that.
+        # An instance is ready once its model is loaded, and its start then ends. A gateway is ready
+        # only when an instance serves, so its start must not wait for that.
         is_instance = helm.component(pod) == "instance"
         expected = "/health/ready" if is_instance else "/health/live"
         assert container["startupProbe"]["httpGet"]["path"] == expected, name
@@ -314,8 +314,8 @@ def test_what_scales_has_no_number_of_replicas_and_asks_for_metrics_that_exist()
 
 
 def test_prometheus_gets_the_alerts_and_the_labels_that_they_and_the_dashboards_need() -> None:
-    """docs/observe.md says that the job is pdmesh and that an instance has the name of its
-    process.
+    """docs/observe.md says that Prometheus' label `job` is pdmesh, and that its label `instance` is
+    the name of the process.
     """
     manifests = render("gpu")
     (monitor,) = of_kind(manifests, "ServiceMonitor")

@@ -109,7 +109,7 @@ async def test_all_containers_start_in_any_order_and_make_a_mesh(kubelet: Kubele
     await kubelet.wait_ready(services)
     await _the_leader_has_the_metric_by_which_keda_scales(kubelet)
 
-    # Ends all pods as when a node is emptied. None of them may need to be killed.
+    # Ends all pods, as Kubernetes does when it drains a node. None of them may need to be killed.
     for name in services:
         assert await kubelet.pods[name].end() == 0, kubelet.pods[name].log.read_text()[-2000:]
 
@@ -186,7 +186,9 @@ async def _redis_asks_for_its_password(kubelet: Kubelet) -> None:
 
 
 def _listen_where_the_network_policies_say(kubelet: Kubelet, names: list[str]) -> None:
-    """UCX must use only the range of ports that the policies open between instances."""
+    """Each pod must listen on exactly the ports that it declares. UCX must use only the range of
+    ports that the policies open between instances.
+    """
     for name in names:
         pod = kubelet.pods[name]
         role = pod.labels.get("pdmesh/role", "")

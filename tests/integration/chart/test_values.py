@@ -157,7 +157,9 @@ def test_the_desired_state_arrives_as_it_was_written() -> None:
 
 
 def test_a_changed_desired_state_is_a_new_job_and_so_is_a_changed_pod() -> None:
-    """Kubernetes refuses to change a Job, so `helm upgrade` with another image would fail."""
+    """Kubernetes refuses to change a Job. So `helm upgrade` with another image would fail if the
+    Job kept its name.
+    """
 
     def job(decode: int, tag: str = "sim") -> str:
         state = {"groups": {"chat": {"prefill": 2, "decode": decode}}}
@@ -170,8 +172,8 @@ def test_a_changed_desired_state_is_a_new_job_and_so_is_a_changed_pod() -> None:
 
 
 def test_a_disruption_budget_has_one_bound_and_a_pool_s_own_replaces_the_defaults() -> None:
-    """Kubernetes refuses a budget that has both bounds, and Helm would merge the pool's map into
-    the defaults.
+    """Kubernetes refuses a budget with both bounds. By itself, Helm would merge the pool's bound
+    with the other bound of the defaults.
     """
 
     def budgets(values: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -1,8 +1,8 @@
 """Runs the tools of `make audit`.
 
-pip-audit asks a database that this test plays. detect-secrets searches a repository with a planted
-key. The bill of materials must be valid. The tests run nightly, after `make audit` has installed
-the tools.
+pip-audit asks a vulnerability database, which this test imitates. detect-secrets searches a
+repository with a planted key. The bill of materials must be valid. The tests run nightly, after
+`make audit` has installed the tools.
 """
 
 from __future__ import annotations

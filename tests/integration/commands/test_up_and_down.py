@@ -40,8 +40,8 @@ def lives_again(pdmesh: Pdmesh, name: str, killed: int) -> bool:
 
 @pytest.mark.req("S126")
 def test_status_names_a_prefill_and_a_decode_that_exchange_no_kv(pdmesh: Pdmesh) -> None:
-    """The roles' settings may differ like this after a hasty change of one role. The mesh still
-    serves requests.
+    """The decode's model has another seed, as after a hasty change of one role's settings. The mesh
+    still serves requests.
     """
     pdmesh.environment["PDMESH_DECODE_SIM_SEED"] = "2"
     pdmesh.until_ready(pdmesh.up())

@@ -250,7 +250,7 @@ async def test_a_report_settles_bookings_by_id_and_teaches_the_predictor(
     await until(lambda: fleet.instances[second].num_slots_used == 1)
     assert (
         fleet.instances[first].used_slots() == 0
-        # The first candidate refused the request, but its own reports do not say so.
+        # The first candidate rejected the request, but its own reports do not say so.
     )
     ((_, fit),) = fleet.predictor.fits()
     assert fit.num_observed == 1

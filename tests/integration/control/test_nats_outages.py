@@ -164,7 +164,7 @@ async def test_a_leader_without_its_store_fences_itself_before_its_lease_ends(
     await until(lambda: a.election.is_leader)
     epochs = [epoch for is_leader, epoch in a.changes if is_leader]
     assert epochs == sorted(set(epochs))
-    # Each renewal has raised the epoch, the number of the leadership, by one.
+    # Each win began a new epoch, the number of the leadership, and no epoch came twice.
     assert len(epochs) == a.election.num_won == 2
     await a.stop()
 

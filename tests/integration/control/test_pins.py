@@ -250,7 +250,7 @@ async def test_pins_have_a_common_bound(leader: Leader) -> None:
     with pytest.raises(InvalidRequest) as caught:
         await leader.pins.add(leader.request("more", prefix_token_ids=long), 1)
     assert caught.value.reason == "TOO_MANY_PINS"
-    # The new pin replaces its own older version.
+    # A pin that replaces the one of the same id does not exceed the bound.
     await leader.pins.add(leader.request("long", prefix_token_ids=long), 1)
     for number in range(16):  # each of these pins has 3 blocks
         await leader.pins.add(leader.request(f"p{number}"), 1)

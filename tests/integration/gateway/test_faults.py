@@ -185,7 +185,8 @@ async def test_a_waiting_request_is_forwarded_the_moment_a_slot_frees(tmp_path: 
         body = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
         asking = asyncio.create_task(client.post(f"{mesh.url}/v1/completions", json=body))
         await until(lambda: len(mesh.gateway.frontend.shared.room) == 1)
-        # The client would time out before the gateway asked again by itself.
+        # Without this report, the gateway would not offer the request again before the client's
+        # timeout.
         prefill.free_slots(4)
         assert (await asking).json()["choices"][0]["text"] == mesh.expected_text("abc", 4)
         assert len(mesh.gateway.frontend.shared.room) == 0

@@ -107,7 +107,8 @@ async def test_each_request_gets_the_text_of_its_own_model(
     await asyncio.gather(*asks)
     models.check_all_met_their_own()
     for name, instances in models.instances.items():
-        # A slow instance may be silent for so long that the gateway asks another instance as well.
+        # A slow instance may be silent for so long that the gateway asks another instance, too, for
+        # the files of the model.
         assert {i.num_texts for i in instances} in ({1}, {0, 1}), name
 
 

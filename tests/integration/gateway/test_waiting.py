@@ -89,7 +89,7 @@ async def test_a_flood_of_one_tenant_does_not_keep_another_waiting(tmp_path: Pat
 async def test_prompts_are_offered_only_where_a_slot_may_be_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A refused offer costs two messages, one of them with the whole prompt."""
+    """A rejected offer costs two messages, one of them with the whole prompt."""
     monkeypatch.setattr(free_slots, "TRUST_S", 600.0)
     async with (
         gateway_mesh(tmp_path, ttft_s=300.0, retry_s=0.05) as mesh,

@@ -154,7 +154,7 @@ async def test_a_plan_query_has_block_names_and_lengths_but_no_text(
 async def test_a_query_depends_only_on_the_block_names_and_the_length_of_its_prompt(
     tmp_path: Path,
 ) -> None:
-    """So no other field of a query can come from the text."""
+    """Then no other field of a query can tell anything about the text."""
     master = ListeningMaster()
     async with gateway_mesh(tmp_path) as mesh, serving(master) as port:
         mesh.register(leader_at(port))

@@ -124,7 +124,8 @@ async def test_an_encoder_that_hangs_costs_a_bounded_time(tmp_path: Path) -> Non
         await until_encoding(mesh)
         answer = await asked(client, chat(TEXT, part(png(131))))
         assert drawn(answer) == right(answer, png(131))
-        # Either the prefill gives up, or the mesh notices first that the encoder is silent.
+        # Either the prefill gives up its wait, or the mesh notices first that the encoder is
+        # silent.
         assert awaited(mesh, "late") + awaited(mesh, "not_made") == 1
         assert awaited(mesh, "fetched") == 0
 
@@ -182,7 +183,8 @@ async def test_a_fusion_instance_fetches_embeddings_too(tmp_path: Path) -> None:
 @pytest.mark.nightly
 async def test_an_encoder_beside_the_prefill_raises_the_throughput(tmp_path: Path) -> None:
     """An image takes as long to encode as its tokens take to compute. The test sends the same
-    prompts without and with an encoder. The load is so high that prefill and encoder always work.
+    prompts without and with an encoder. The load is so high that prefill and encoder always have
+    work.
     """
     slow = {"PDMESH_SIM_LAW": "smollm2-cpu", "PDMESH_SIM_IMAGE_TOKENS": "500"}
     took: dict[int, float] = {}

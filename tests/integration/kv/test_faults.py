@@ -82,7 +82,7 @@ class Agent:
         os.kill(self.process.pid, number)
 
     async def end(self) -> None:
-        # The process may have died before asyncio learned of it.
+        # The process may be dead although asyncio does not know it yet.
         with contextlib.suppress(ProcessLookupError):
             self.signal(signal.SIGCONT)
             self.process.kill()

@@ -162,7 +162,9 @@ async def test_deltas_reach_memory_and_redis_and_an_instance_that_leaves_is_remo
 async def test_an_instance_whose_lease_runs_out_is_removed_from_memory_and_redis(
     bus: NatsBus, valkey: servers.TestServer, store: RedisIndex, worker: Worker
 ) -> None:
-    """A killed instance cannot take leave. Only the end of its lease shows that it is gone."""
+    """A killed instance cannot remove its record. Only the end of its lease shows that it is
+    gone.
+    """
     async with index(bus, valkey) as parts:
         await worker.store(chain(100))
         await until(lambda: parts.index.match(chain(200)) == {"prefill-0": 100})

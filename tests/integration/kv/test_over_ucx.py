@@ -178,8 +178,8 @@ async def test_a_connection_that_ends_during_receives_fails_its_pulls_at_once() 
     """The sender cuts its connection while the receiver has posted receives.
 
     In this case, ucxx once only marked the receives for cancellation. So the connection never ended
-    at the receiver. It kept its pulls, its slots, and the memory ranges in which the KV should
-    arrive.
+    at the receiver. The receiver kept the pulls, their slots, and the memory ranges in which the KV
+    should arrive.
     """
     layout, freed = KvLayout(8, 16, 8192, FINGERPRINT), list[AgentEvent]()
     size = layout.total_bytes
@@ -320,8 +320,8 @@ async def test_agents_that_come_and_go_leave_no_descriptor_behind() -> None:
 
 
 class _BusyTransport(UcxTransport):
-    """A transport on which a test's hook runs before it reads a hello. So a peer can give up the
-    connection just before.
+    """A transport that calls a test's hook before it reads a hello. In the hook, the test lets the
+    peer give up the connection.
     """
 
     on_hello: Callable[[], object] = staticmethod(lambda: None)

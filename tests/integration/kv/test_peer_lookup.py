@@ -81,9 +81,9 @@ async def test_blocks_are_fetched_only_from_pools_in_the_same_region(
 
 @pytest.mark.fault("F34")
 async def test_a_peer_that_this_instance_ejects_is_not_asked() -> None:
-    """The instance has ejected one peer in its present incarnation and another peer in another
-    incarnation. It only avoids a third peer, to which a connection failed. It must still ask the
-    second and the third peer.
+    """The instance has ejected one peer in its registered incarnation, and another peer in an
+    incarnation that is not registered. A third peer was unreachable, so the instance only avoids it
+    and does not eject it. The instance must still ask the second and the third peer.
     """
     async with index() as address:
         store = MemoryStore()

@@ -1,4 +1,4 @@
-"""Tests LoRA adapters with a simulated prefill and decode. Engines load adapters by content into a
+"""Tests LoRA adapters with a simulated prefill and decode. Engines load adapters by digest into a
 fixed number of slots, and unload them when they are no longer used.
 """
 

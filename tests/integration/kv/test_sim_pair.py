@@ -279,7 +279,8 @@ async def test_a_full_instance_refuses_with_a_reason_and_a_hint_follows() -> Non
 async def test_refusals_do_not_wait_while_the_engine_is_in_a_long_step() -> None:
     """Admission must answer without the engine, which computes a long prompt during the whole test.
 
-    The test checks the median of the refusals, so a busy machine may slow almost half of them.
+    The test checks the median time of the rejections, so a busy machine may slow almost half of
+    them.
     """
     async with pair(num_slots=1, sim_law="smollm2-cpu") as (_, _, to_p, _):
         long = await to_p.prefill(prompt_of(2000), Sampling(max_tokens=5, ignore_eos=True))

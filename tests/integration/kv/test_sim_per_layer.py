@@ -73,7 +73,7 @@ async def run(to_p: TestSession, to_d: TestSession, prompt: list[int], sampling:
             await legs.start()
             if await legs.decode.until("accepted", "rejected") == pb.Accepted():
                 return legs
-        except TimeoutError:  # the prefill has refused
+        except TimeoutError:  # the prefill has rejected the request
             pass
         await to_p.abort(legs.prefill)
         await asyncio.sleep(0.01)
@@ -239,7 +239,9 @@ async def test_an_abandoned_decode_leaves_the_ticket_to_another() -> None:
 
 @pytest.mark.fault("F4")
 async def test_kv_that_does_not_come_after_token_1_fails_the_leg() -> None:
-    """One layer never arrives. The time limit of the pull begins with token 1."""
+    """The decode gets token 1 long before the prefill has computed all layers. The time limit of
+    the pull begins with token 1.
+    """
     config = HostConfig(PullLimits(0.03))
     async with pair(sim_law="demo", host_config=config) as (_, _, to_p, to_d):
         legs = Legs(to_p, to_d)
@@ -273,7 +275,7 @@ async def test_a_request_pulls_its_kv_while_the_batch_is_full_and_begins_when_an
     None
 ):
     """The decode has one slot and room for two requests that wait. Two requests wait with their KV,
-    and the decode refuses a fourth. Each waiting request must draw its first token exactly one
+    and the decode rejects a fourth. Each waiting request must draw its first token exactly one
     iteration after the last token of the request before it.
     """
     async with pair(num_slots=1, max_waiting=2, max_pulls=1, sim_law="demo") as (p, d, to_p, to_d):
@@ -305,9 +307,10 @@ async def test_a_request_pulls_its_kv_while_the_batch_is_full_and_begins_when_an
 async def test_a_running_sequence_draws_while_a_long_prompts_kv_is_read(
     is_given_up: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The simulated engine needs half the time of a step to read 16 MiB back.
+    """The simulated engine reads large KV in a thread, so that running sequences continue. In this
+    test, it reads KV of any size in a thread, and the test holds up the read.
 
-    A request that gives up during this time must leave nothing behind, as `pair` checks.
+    A request that is given up meanwhile must leave nothing behind, as `pair` checks.
     """
     monkeypatch.setattr(retrieval, "_QUICK_BYTES", 0)
     sampling = Sampling(max_tokens=200, ignore_eos=True)

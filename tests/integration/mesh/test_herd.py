@@ -1,7 +1,7 @@
 """Tests that two gateways share one set of prefills without coordination, and do not all choose the
 same prefill (S42, S43, S46).
 
-There are sixteen prefills with one slot each. The tests count how many prefills refuse each
+There are sixteen prefills with one slot each. The tests count how many prefills reject each
 request.
 """
 
@@ -84,7 +84,7 @@ class PlacingMaster(FakeMaster):
 
 @dataclass
 class Told:
-    """The results of a run. `rejections` counts requests by the number of prefills that refused
+    """The results of a run. `rejections` counts requests by the number of prefills that rejected
     them. `prompts` counts prompts by prefill.
     """
 
@@ -194,7 +194,7 @@ async def test_two_gateways_at_half_load_do_not_choose_the_same_prefills(
     """Eight prompts run at a time, and there are sixteen slots.
 
     If both gateways ranked the prefills alike, each would choose prefills that the other one uses,
-    and would be refused.
+    and would be rejected.
     """
     async with two_gateways(tmp_path, has_master=has_master) as (mesh, gateways):
         told = await drive(mesh, gateways, num_users=8)
@@ -212,7 +212,7 @@ async def test_two_gateways_at_half_load_do_not_choose_the_same_prefills(
 async def test_two_gateways_under_twice_the_load_keep_every_prefill_busy(
     tmp_path: Path, has_master: bool
 ) -> None:
-    """When a slot becomes free, both gateways send a waiting request. The prefill refuses one of
+    """When a slot becomes free, both gateways send a waiting request. The prefill rejects one of
     the two, which waits again.
 
     The test compares the rate of requests with the rate at one prompt for every two slots.

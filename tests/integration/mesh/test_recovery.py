@@ -96,7 +96,8 @@ async def test_when_a_whole_role_is_killed_the_other_serves_alone_until_it_is_ba
 ) -> None:
     async with Mesh(fleet.two_by_two(), tmp_path) as mesh:
         streams = [asyncio.create_task(ask(client, mesh, start=i)) for i in range(8)]
-        # Once it has drawn this many tokens, a prompt is not blamed for the death of an instance.
+        # Each answer then has some 25 tokens, so its prompt is not blamed for the death of an
+        # instance.
         await until(lambda: num_tokens(mesh) > 8 * 25)
         await lose(mesh, *lost)
         check(await asyncio.gather(*streams), reference)

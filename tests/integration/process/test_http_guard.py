@@ -25,7 +25,7 @@ Message = MutableMapping[str, Any]
 
 class Echo:
     """An application that answers with a description of the request. It answers `/early` before it
-    reads, `/slow` when the test allows it, and `/large` with much text.
+    reads, `/slow` when the test allows it, and `/large` with a long text.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Site:
 
         async def read() -> None:
             """Read while the test sends. If nobody reads an answer for a second, the server drops
-            the connection with the answer.
+            the connection, and the answer is lost.
             """
             nonlocal answer
             with suppress(ConnectionError):

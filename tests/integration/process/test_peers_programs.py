@@ -61,8 +61,8 @@ async def worker(folder: Path, role: str = "regular") -> AsyncIterator[int]:
 
 @asynccontextmanager
 async def serving(pieces: Callable[[], list[bytes]]) -> AsyncIterator[tuple[int, list[int]]]:
-    """A server that writes the pieces of an answer one by one. Yields its port and a list with the
-    number of its answers.
+    """A server that writes the pieces of an answer one by one. Yields its port, and a list whose
+    only item is the number of its answers.
     """
     num_answers = [0]
 

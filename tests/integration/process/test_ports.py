@@ -95,7 +95,9 @@ def _number(address: str) -> int:
 
 
 def _other(service: str, listener: Listener) -> str:
-    """The kind of a port that is in no record. UCX chooses its own ports, and only for TCP."""
+    """The kind of a port that is in no record. A TCP port of an instance is then one of UCX, which
+    chooses its ports itself.
+    """
     is_kv = service in {"prefill", "decode", "instance"} and listener.protocol == "tcp"
     return "KV" if is_kv else f"{listener.protocol} {listener.port}"
 

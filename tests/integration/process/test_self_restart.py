@@ -105,7 +105,8 @@ async def test_a_canary_that_waits_behind_real_work_does_not_count_against_the_i
     """A canary is a small request that the health-monitor sends to an idle instance. Real work came
     after the monitor had chosen this instance.
 
-    On a slow engine, a canary of eight tokens behind two hundred others is late, but not lost.
+    On a slow engine, a canary of eight tokens behind a prompt of two hundred is late. It must count
+    as refused, and not as failed.
     """
     async with sim_instance("f", FUSION, MemoryTransport, sim_law="slow-cpu") as f:
         async with TestSession(f) as to_f:

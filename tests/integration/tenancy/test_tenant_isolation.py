@@ -19,8 +19,8 @@ from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 
 NUM_PROBES = 200
-# These are twelve blocks, which take a simulated prefill 60 ms. A busy machine does not hide that
-# much.
+# These are twelve blocks, which take a simulated prefill 60 ms. Even on a busy machine, such a
+# difference shows.
 NUM_TOKENS = 768
 NUM_CACHED = 704  # the last block is always computed, because the first draw needs its last token
 NUM_OWN = 50

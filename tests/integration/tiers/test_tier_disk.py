@@ -1,6 +1,6 @@
-"""Tests the tier that keeps KV blocks in files, on a real disk. The disk is small, then full of
-other data, then free again, and then read-only. It is a tmpfs of 1 MB in a mount namespace of its
-own.
+"""Tests the tier that keeps KV blocks in files, on a real file system. The disk is small, then full
+of other data, then free again, and then read-only. The disk is a tmpfs of 1 MB in a mount namespace
+of its own.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ async def check_served(r: Rig, names: list[bytes], count: int) -> None:
 
 async def scenario(folder: Path) -> None:
     r = rig(folder, num_slots=512)
-    names = names_of(*range(400))  # these blocks have 2 MB
+    names = names_of(*range(400))  # these blocks have 2 MB together
     fill(r.pool, names)
     r.stack.stored(names[:256])
     await until(lambda: not r.files.num_waiting)

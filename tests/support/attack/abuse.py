@@ -91,7 +91,7 @@ async def ttft_in_peace(mesh: Mesh) -> float:
 
 @dataclass
 class Ended:
-    """Whether and how the server closed a connection."""
+    """When the server closed a connection, and what it had sent until then."""
 
     after_s: float
     answer: bytes
@@ -137,7 +137,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 
 
 def honest_body(num_bytes: int) -> bytes:
-    """The body of a conversation of at least this size. It may exceed the context."""
+    """The body of a conversation, `num_bytes` long. Its prompt may exceed the model's context."""
     frame = b'{"model":"default","max_tokens":1,"messages":[{"role":"user","content":"%s"}]}'
     text = b"All of this was said before. " * (num_bytes // 29 + 1)
     return frame % text[: min(max(1, num_bytes - len(frame) + 2), FULL)]

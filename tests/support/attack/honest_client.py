@@ -1,9 +1,9 @@
 """An honest client in a separate process, so that it measures the server and not the attack.
 
-`python -m tests.support.attack.honest_client HOST PORT SOURCE` sends a request for one token every
-5 ms, over one connection from the address SOURCE. Every tenth request asks for two tokens. When
-stdin closes, the program prints one JSON object with the seconds until each first token, and the
-failures.
+`python -m tests.support.attack.honest_client HOST PORT SOURCE` sends one request for one token
+after another, with pauses of 5 ms, over one connection from the address SOURCE. Every tenth request
+asks for two tokens. When stdin closes, the program prints one JSON object with the seconds until
+each first token, and the failures.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class Link:
 
     A cut link behaves like a network partition. It passes no bytes and reports no error.
     Connections stay open. New connections are accepted but get no answer. When the link is healed,
-    all delayed bytes arrive. `delay_s` is added to each chunk in both directions.
+    all delayed bytes arrive. Each chunk is delayed by `delay_s`, in both directions.
     """
 
     def __init__(self, url: str) -> None:

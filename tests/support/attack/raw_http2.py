@@ -53,7 +53,7 @@ def call(stream: int, path: bytes, *more: bytes, flags: int = END_HEADERS) -> by
 
 
 def half_message(num_bytes: int) -> bytes:
-    """The beginning of a message of this size. It has only the length."""
+    """The 5 bytes that precede a gRPC message of this size, without the message."""
     return b"\x00" + struct.pack(">I", num_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Clients that send requests without a pause, and record the outcome of each request."""
+"""Clients that each send one request after another, and record the outcomes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.streams import StreamOutcome, stream_completion
 NUM_CLIENTS: Final = 6
 HANGS_AFTER_S: Final = 60.0
 _LONGEST_PROMPT: Final = 400
-_CALM_S: Final = 0.05  # the pause after a refusal, like a client that backs off
+_CALM_S: Final = 0.05  # the pause after an incomplete answer, as of a client that backs off
 _SHARED_SHARE: Final = 1 / 3  # the share of prompts that begin like an earlier one
 _PATIENCE_S: Final = 0.3  # the mean time after which impatient clients give up
 

@@ -40,7 +40,8 @@ _REFUSALS: Final = frozenset(
         grpc.StatusCode.DEADLINE_EXCEEDED,  # the port does not answer
     }
 )
-# Every path of the operators' ports. The paths of a gateway are in `/openapi.json`.
+# Paths to try on an operators' port, one of each kind. The paths of a gateway are in
+# `/openapi.json`.
 _OPS_PATHS: Final = (
     "/",
     "/page/page.css",
@@ -74,7 +75,7 @@ async def gifts(host: str, port: int, http_paths: list[tuple[str, str]]) -> set[
 
 
 def ops_paths() -> list[tuple[str, str]]:
-    """Every request that an operators' port may serve."""
+    """The requests to try on an operators' port: `_OPS_PATHS` and every method of AdminService."""
     posts = (("POST", f"/admin/{method.name}") for method in _ADMIN.methods)
     return [*(("GET", path) for path in _OPS_PATHS), *posts]
 
@@ -129,7 +130,9 @@ def _is_http2(greeting: bytes) -> bool:
 async def _answer(
     host: str, port: int, question: bytes, is_tls: bool, within_s: float = _SILENCE_S
 ) -> bytes:
-    """The bytes received until the connection ends. Empty if it is refused or silent."""
+    """The bytes received until the connection ends or `within_s` is over. Empty if the port refuses
+    the connection or sends nothing.
+    """
     context = None
     if is_tls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

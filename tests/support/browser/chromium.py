@@ -1,4 +1,6 @@
-"""Chromium with a page that records errors, policy violations, and requests to other origins."""
+"""Chromium with a page that records errors, warnings, policy violations, and requests to other
+origins.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ async def chromium() -> AsyncIterator[Browser]:
 
 @dataclass
 class Watched:
-    """A page, the errors in its console, and its requests to other origins."""
+    """A page, the errors and warnings in its console, and its requests to other origins."""
 
     page: Page
     origin: str

@@ -54,7 +54,7 @@ def render(
     release: str = "pdmesh",
     kubernetes: str = KUBERNETES,
 ) -> list[Manifest]:
-    """Render the chart with an example's values, which `values` override. Raises Refused."""
+    """Render the chart with an example file's values, which `values` override. Raises Refused."""
     text = rendered(value_set, json.dumps(values or {}), release, kubernetes)
     return [each for each in yaml.load_all(text, yaml.CSafeLoader) if each]
 

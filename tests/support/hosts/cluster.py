@@ -1,4 +1,4 @@
-"""Starts a mesh over several hosts with the commands of docs/deploy.md, from deploy/hosts.
+"""Starts a mesh over several hosts with the commands of docs/deploy.md and a layout file.
 
 Each host is a network namespace of this machine.
 """

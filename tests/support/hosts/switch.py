@@ -31,7 +31,7 @@ from typing import Final
 
 DEVICE: Final = "eth0"  # the device's name in a host's namespace
 MTU: Final = 9000
-OUTSIDE: Final = "outside"  # the machine that runs the tests, whose packets have no latency
+OUTSIDE: Final = "outside"  # the machine that runs the tests; its packets have no latency or loss
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _MAX_QUEUED: Final = 4096  # the most packets under way; a full switch drops new ones
 _IDLE_S: Final = 1.0

@@ -161,7 +161,9 @@ class Observer:
                         yield f"{name}: {answer.text}"
 
     async def held(self) -> dict[str, str]:
-        """The resources that instances still hold for requests, by instance. Empty if none."""
+        """The resources that instances still hold for requests, or the error of the call, by
+        instance. Empty if all are free.
+        """
         token = self.cluster.host_folder.secrets.mesh_token
         found: dict[str, str] = {}
         for name, service in self.processes().items():

@@ -1,1 +1,1 @@
-"""Image files for tests."""
+"""Images for tests: files, fakes of vLLM's processing, and a wait for encoders."""

@@ -34,7 +34,9 @@ def num_data_bytes(shapes: Shapes) -> int:
 
 
 def write_weights(path: Path, shapes: Shapes, seed: int = 0) -> Path:
-    """Write random bits. Booleans are 0 or 1, because a copy keeps only whether a value is 0."""
+    """Write random bits. Booleans are 0 or 1, because a copy of a boolean tensor turns every other
+    byte into 1.
+    """
     rng, data = random.Random(seed), bytearray()
     for dtype, shape in shapes.values():
         drawn = rng.randbytes(ELEMENT_BYTES[dtype] * math.prod(shape))

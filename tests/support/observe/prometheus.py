@@ -46,7 +46,7 @@ class PrometheusServer:
         return [(each["metric"], float(each["value"][1])) for each in found["result"]]
 
     def series(self, matcher: str) -> list[Mapping[str, str]]:
-        """The labels of every series that was ever scraped."""
+        """The labels of every series so far that `matcher` selects."""
         found: list[Mapping[str, str]] = self._get("series", **{"match[]": matcher})
         return found
 

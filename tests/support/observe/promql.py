@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import promql_parser
 
-# Values for Grafana's own variables that PromQL's parser accepts. A scrape comes every 15 s.
+# Values that PromQL's parser accepts in place of Grafana's own variables, for scrapes every 15 s.
 _VARIABLES = {"$__rate_interval": "1m", "$__interval": "15s", "$__range": "1h"}
 
 

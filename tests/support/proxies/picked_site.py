@@ -38,8 +38,8 @@ SECRET = "a-hash-secret-of-the-test"
 class PlacingMaster(FakeMaster):
     """A master that places prompts by their prefixes, as a real master does with KV events.
 
-    For the longest known beginning of a prompt, the plan ranks first the prefill that an earlier
-    plan ranked first. Prompts without a known beginning are distributed over the prefills in turn.
+    A plan ranks first the prefill that earlier plans ranked first for the longest known beginning
+    of the prompt. Prompts without a known beginning are distributed over the prefills in turn.
     `queries` has all queries so far.
     """
 

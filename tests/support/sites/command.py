@@ -49,7 +49,9 @@ class Pdmesh:
         return process
 
     def chat(self) -> str:
-        """Run `pdmesh chat`, and return the answer. Fails with the user's error message."""
+        """Run `pdmesh chat`, and return the answer. Fails with the error message that a user would
+        get.
+        """
         answer = self.run("chat", "hello", "--max-tokens", "8")
         assert (answer.returncode, answer.stderr) == (0, "")
         return answer.stdout

@@ -40,8 +40,8 @@ _METRICS = tuple(
 )
 INSTANCES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 
-# One instance of each role has room for all streams. So a test sees only its fault, and no instance
-# rejects a request.
+# One instance of each role has room for all streams. So no instance rejects a request, and a test
+# sees only the effects of its own fault.
 _ENV = {"PDMESH_PREFILL_NUM_SLOTS": "48", "PDMESH_DECODE_NUM_SLOTS": "48"}
 
 
@@ -167,7 +167,9 @@ async def addresses(mesh: Mesh) -> dict[str, str]:
 
 
 async def held(mesh: Mesh) -> dict[str, str]:
-    """The resources that instances still hold for requests, by instance. Empty if all are free."""
+    """The resources that instances still hold for requests, or "no answer", by instance. Empty if
+    all are free.
+    """
     found: dict[str, str] = {}
     known = await addresses(mesh)
     for name in (n for n in INSTANCES if n in mesh.names):
@@ -212,7 +214,8 @@ _SAMPLE = re.compile(r"^(?P<name>[a-z_:]+)(?:\{(?P<labels>[^}]*)\})? (?P<value>[
 
 
 def counted(mesh: Mesh, processes: Iterable[str], metric: str, **labels: str) -> float:
-    """The sum of a metric over processes and labels; 0 if nothing is counted yet.
+    """The sum of a metric over processes, of the samples with these labels; 0 if there are none
+    yet.
 
     Fails if no process can export a metric of this name, because its sum would always be 0.
     """

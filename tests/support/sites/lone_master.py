@@ -1,4 +1,4 @@
-"""A master without decisions: a test writes the assignments that the group controller would write.
+"""A master that decides nothing: a test writes the assignments that a real master would write.
 
 An assignment is a master's order to an instance, such as its role and how far it may go.
 """

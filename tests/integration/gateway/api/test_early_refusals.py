@@ -144,7 +144,8 @@ async def test_an_announced_body_that_is_too_long_to_drop_is_refused_at_once(
                 await client.send(HEAD + given + b"content-length: 1000000000\r\n\r\n")
                 status, head, _ = await client.answer()
                 assert (status, b"connection: close" in head) == (expected, True)
-                # The gateway reads this, so no reset of the connection destroys the answer.
+                # The gateway must read these bytes. Otherwise the end of the connection could
+                # destroy the answer.
                 await client.send(b"x" * MIB)
                 assert await client.is_ended()
 

@@ -20,7 +20,7 @@ def buffered(config: Config) -> None:
 
 
 def duplex_both_ways(config: Config) -> None:
-    """Configure Envoy in the way of gateways of the Gateway API Inference Extension."""
+    """Configure Envoy like a gateway of the Gateway API Inference Extension."""
     mode = ext_proc(config)["processing_mode"]
     mode |= {"response_body_mode": "FULL_DUPLEX_STREAMED", "response_trailer_mode": "SEND"}
 

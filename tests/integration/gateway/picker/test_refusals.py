@@ -1,6 +1,6 @@
-"""Tests the refusals of the endpoint picker, which proxies ask which gateway takes a request. Its
-answers must equal those of a gateway. It may hold only a bounded number of bytes of requests that
-are under way.
+"""Tests the refusals of the endpoint picker. Proxies ask the picker which gateway should take a
+request. The picker's answers must equal those of a gateway. It may hold only a bounded number of
+bytes of requests that are under way.
 """
 
 from __future__ import annotations

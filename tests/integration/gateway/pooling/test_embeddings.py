@@ -1,5 +1,5 @@
-"""Tests /v1/embeddings with the official client. Tests the vectors, the refusals, and that no call
-stays at an instance.
+"""Tests /v1/embeddings with the official client. Tests the vectors, the refusals, and that no
+instance keeps a call after its end.
 """
 
 from __future__ import annotations

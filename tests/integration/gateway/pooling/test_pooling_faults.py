@@ -1,5 +1,5 @@
-"""Lets pooling instances, which turn texts into vectors, die, freeze, refuse calls and vanish.
-Every call must get its answer, and none may stay at an instance.
+"""Lets pooling instances, which turn texts into vectors, die, freeze, reject calls and vanish.
+Every call must get its answer, and no instance may keep a call after its end.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ async def test_a_gateway_that_drains_ends_the_call_with_an_error(tmp_path: Path)
 async def test_a_drained_instance_gets_no_new_calls(
     mesh: GatewayMesh, http: httpx.AsyncClient, sites: list[PoolingSite]
 ) -> None:
-    """The gateway may not have the instance's new record yet. Then the instance refuses, and the
-    other one takes the call.
+    """The gateway may not have the instance's new record yet. Then the instance rejects the call,
+    and the other one takes it.
     """
     sites[0].host.drain(True)
     for _ in range(6):

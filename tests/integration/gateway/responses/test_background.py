@@ -126,7 +126,8 @@ async def begun_slowly(mesh: GatewayMesh, client: openai.AsyncOpenAI) -> str:
 async def test_a_response_whose_gateway_is_gone_has_failed(
     mesh: GatewayMesh, client: openai.AsyncOpenAI, elsewhere: openai.AsyncOpenAI, redis: Any
 ) -> None:
-    """A gateway marks the responses that it is making. This response has no mark any more.
+    """A gateway marks the responses that it is making. This response has no mark any more, so
+    another gateway reports it as failed.
 
     Like any failed response, the response can be continued by another one and can be deleted.
     """
