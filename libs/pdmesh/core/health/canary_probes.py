@@ -2,9 +2,11 @@
 
 Without probes, an idle mesh would learn of a fault from its first client. A probe takes the same
 path as a request: a prefill, the hand-over of its KV, a decode. An instance is chosen at most once
-a period, and only while it is idle. It may take part in more probes as the partner of others. Either instance may have caused a failure, so each gets a
-strike. The next probe uses other partners, if there are any. A success clears the strikes of both
-instances. Two strikes in a row make an instance suspect, but prove nothing.
+a period, and only while it is idle. It may take part in more probes as the partner of others.
+
+Either instance may have caused a failure, so each gets a strike. The next probe uses other
+partners, if there are any. A success clears the strikes of both instances. Two strikes in a row
+make an instance suspect, but prove nothing.
 """
 
 from __future__ import annotations
