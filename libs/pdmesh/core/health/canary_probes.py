@@ -1,10 +1,11 @@
 """Decides which idle instances are probed next with a small request, and what a failure means.
 
 Without probes, an idle mesh would learn of a fault from its first client. A probe takes the same
-path as a request: a prefill, the hand-over of its KV, a decode. An instance is probed at most once
-a period, and only while it is idle. Either instance may have caused a failure, so each gets a
-strike. The next probe uses other partners, if there are any. A success clears the strikes of both
-instances. Two strikes in a row make an instance suspect, but prove nothing.
+path as a request: a prefill, the hand-over of its KV, a decode. Only idle instances are probed. An
+instance is due one period after its last probe. Its partner in the probe need not be due. Each
+instance that may have caused a failure gets a strike, and its next probe uses another partner, if
+there is one. A success clears the strikes of both instances. Two strikes in a row give a signal
+against an instance, but no proof.
 """
 
 from __future__ import annotations
@@ -110,9 +111,7 @@ class CanaryRota:
         self._records.pop(instance_id, None)
 
     def _record(self, subject: ProbeTarget, now: float) -> _Record:
-        """The record of an incarnation. A new one is first probed one period after it was first
-        seen.
-        """
+        """The record of an incarnation. A new one is due one period after it was first seen."""
         known = self._records.get(subject.instance_id)
         if known is None or known.incarnation != subject.incarnation:
             known = self._records[subject.instance_id] = _Record(subject.incarnation, now)

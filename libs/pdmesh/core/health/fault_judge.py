@@ -1,5 +1,5 @@
-"""Decides which instance is faulty, at which level, and whether anything is done about it (S33,
-S34).
+"""Decides which instance is faulty, at which level, and whether the level's action is carried out
+(S33, S34).
 
 Other parts of the mesh report signals against an instance. A signal is a proof or a suspicion. One
 proof is enough: the instance reports that its engine hangs, or the driver reports that the device

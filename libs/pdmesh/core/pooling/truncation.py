@@ -137,7 +137,10 @@ def _kept(length: int, cut: TextCut | None) -> tuple[int, int]:
 
 
 def _second_at(special: SpecialTokens, first: int, second: int, start: int) -> int:
-    """The position of the second text's tokens from `start` on, or the end if there are none."""
+    """Where the first part of the second text begins that is not cut off before `start`.
+
+    If there is no such part, this is the end.
+    """
     sizes = [
         *[1] * len(special.before),
         first,

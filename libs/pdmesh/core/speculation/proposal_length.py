@@ -90,7 +90,7 @@ class Speculation:
         return best if self.speedup(best, batch) >= LEAST_GAIN else 0
 
     def schedule(self, max_batch: int) -> list[tuple[int, int, int]]:
-        """(first batch size, last batch size, tokens to propose), for all batch sizes from 1 on."""
+        """(first batch size, last batch size, tokens to propose), for sizes 1 to `max_batch`."""
         ranges: list[tuple[int, int, int]] = []
         for batch in range(1, max_batch + 1):
             count = self.num_proposed(batch)
@@ -136,7 +136,7 @@ class AdaptiveSpeculation:
 
     @property
     def _may_pause(self) -> bool:
-        """Whether steps without proposals are possible. A draft with KV needs it for each token."""
+        """Whether a step may propose nothing. A method with KV must compute its KV of each token."""
         return not (self.assumed.is_fixed or self.assumed.method.has_kv)
 
     def counts(self) -> list[int]:

@@ -1,10 +1,9 @@
 """Decides which gateway holds which parts of a tenant's limits (S97).
 
 Limits are cut into parts. Each part is held by one gateway at a time, and a ledger in a shared
-store says by which one. The ledger is written by compare-and-set, so no part is ever held twice. A
-gateway grants only its own parts. So all gateways together never grant more than the limit. A limit
-is cut into as many parts as possible, but each part is large enough for one open call or one
-request.
+store says by which one. The ledger is written by compare-and-set, so no two gateways take the same
+part. A gateway grants only its own parts. So all gateways together never grant more than the limit.
+A limit is cut into at most `_MAX_PARTS` parts, each large enough for one open call or one request.
 
 Parts move to the gateways that have calls. A gateway takes free parts when it needs them. If there
 are none, it asks for one in the ledger, and gateways that hold more than their share hand some

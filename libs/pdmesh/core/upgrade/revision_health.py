@@ -98,7 +98,7 @@ class Tally:
 
 @dataclass(slots=True)
 class Answers:
-    """The answers of the last ten minutes, by group and revision.
+    """The answers of at least the last ten minutes, by group and revision.
 
     If there are too many pairs of group and revision, the least recently used one is forgotten.
     """
