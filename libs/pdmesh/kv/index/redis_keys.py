@@ -27,8 +27,8 @@ def instance_version(instance_id: str) -> str:
     return f"{INSTANCE_KEYS}{instance_id}:version"
 
 
-# The hash tag {response} puts all keys of kept responses on one shard. To make room for a response,
-# a script may remove responses of any tenant.
+# The hash tag {response} puts all keys of kept responses on one shard, because the script that
+# makes room for a response may remove responses of any tenant.
 KEPT_RESPONSES: Final = f"{_PREFIX}:{{response}}:"
 # A sorted set of `<tenant>:<response id>`. The score is the expiry time in ms.
 KEPT_EXPIRIES: Final = f"{_PREFIX}:{{response}}-expiries"
