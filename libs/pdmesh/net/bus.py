@@ -30,7 +30,7 @@ class Subscription(Protocol):
 
 
 class Bus(Protocol):
-    """Delivers events at most once, in order per publisher. No event may be essential."""
+    """Delivers events at most once, in order per publisher. No process may depend on one event."""
 
     @property
     def is_connected(self) -> bool: ...

@@ -1,8 +1,8 @@
 """Finds stop strings in text that arrives in pieces.
 
 If the end of the text may be the beginning of a stop string, this end is held back until more text
-decides. The first complete stop string ends the text. The result does not depend on how the text
-is divided into pieces.
+shows whether it is. The first complete stop string ends the text. The result does not depend on how
+the text is divided into pieces.
 
 For each stop string, the time grows linearly with the text, even if the strings are repetitive (the
 algorithm of Knuth, Morris and Pratt).

@@ -89,8 +89,8 @@ class TenantParts:
     """What one gateway, `me`, knows about all ledgers, and what it writes to them.
 
     `seen` records any state of a ledger from the store, including what this gateway wrote. `more`,
-    `more_tokens` and `due` return the ledger to write if the store still has the known revision, or
-    None.
+    `more_tokens` and `due` return a ledger to write, or None. The write must fail if the store has
+    another revision than the known one.
     """
 
     me: str
