@@ -30,7 +30,10 @@ class Subscription(Protocol):
 
 
 class Bus(Protocol):
-    """Delivers events at most once, in order per publisher. No process may depend on one event."""
+    """Delivers events at most once, in order per publisher.
+
+    No process may depend on a single event.
+    """
 
     @property
     def is_connected(self) -> bool: ...

@@ -137,10 +137,7 @@ def _kept(length: int, cut: TextCut | None) -> tuple[int, int]:
 
 
 def _second_at(special: SpecialTokens, first: int, second: int, start: int) -> int:
-    """Where the first part of the second text begins that is not cut off before `start`.
-
-    If there is no such part, this is the end.
-    """
+    """The position of the second text's first part that ends after `start`, or else the end."""
     sizes = [
         *[1] * len(special.before),
         first,

@@ -50,7 +50,7 @@ def moves_to_best_split(
 ) -> tuple[Move, ...]:
     """Role changes that give each group the profile's best split of its instances (formula (1)).
 
-    A group that is too small for any other split is left out.
+    Groups with too few instances for a split are left out.
     """
     least = least_in_scenario(groups[0]) if len(groups) == 1 else MIN_PER_GROUP
     moves: list[Move] = []

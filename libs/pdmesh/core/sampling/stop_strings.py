@@ -64,7 +64,7 @@ class StopText:
         self.stopped_by: str | None = None
 
     def feed(self, piece: str, *, may_stop: bool = True) -> str:
-        """The text that may be shown now. Empty once `is_stopped`.
+        """The text that may be shown now. Empty if the text has stopped before.
 
         While `may_stop` is false, a complete stop string is ordinary text.
         """

@@ -95,9 +95,10 @@ def _between(values: list[float], at: float) -> float:
 class NextTokens:
     """The time per token, after the first token.
 
-    Three tuples have one value for each sampled request. `deviations` and `skews` are the standard
-    deviation and the skewness of its time per token. `extra_s` is what its time before the first
-    decode step adds to each token. No request has a mean time per token above `slowest_s`.
+    Three tuples have one value for each sampled request. `deviations` and `skews` have the standard
+    deviation and the skewness of the request's time per token. `extra_s` has its wait before the
+    first decode step, divided by its number of tokens. No request has a mean time per token above
+    `slowest_s`.
     """
 
     mean_s: float

@@ -128,7 +128,7 @@ def _token_s(law: Law, prompts: _Prompts, batch: int, held: Contexts) -> float:
     """The mean time per token of sequences that run beside prompts.
 
     Computing the prompts takes a certain share of the time. Each mixed step also yields a token of
-    every sequence, and takes only the time longer that the sequences add. All other tokens need
+    every sequence, and is longer only by the time that the sequences add. All other tokens need
     whole decode steps.
     """
     batch = max(batch, 1)

@@ -136,7 +136,7 @@ class AdaptiveSpeculation:
 
     @property
     def _may_pause(self) -> bool:
-        """Whether a step may propose nothing. A method with KV must compute it for each token."""
+        """Whether proposals may pause for a step. A method with KV needs it for each token."""
         return not (self.assumed.is_fixed or self.assumed.method.has_kv)
 
     def counts(self) -> list[int]:

@@ -153,9 +153,9 @@ class TenantParts:
             known.ledger, known.revision = None, 0
 
     def more(self, tenant: Tenant, clock: Clock) -> Ledger | None:
-        """The ledger in which we take free parts, or ask for one.
+        """The ledger in which we take free parts or, if no part is free, ask for one.
 
-        None if we hold all parts, if we have asked already, or while we hand parts over.
+        None if no part is free and we hold all parts, have asked already, or hand parts over.
         """
         self._trim(tenant)
         known, ledger = self._of(tenant), self._ledger(tenant, clock)

@@ -2,9 +2,9 @@
 
 An upgrade gives one group after another a new revision. A revision is worse if too many of its
 requests fail, if its answers are too slow, or if several of its instances are lost or faulty. The
-times of its answers are compared with the times of the unchanged groups in the same period. If
-these groups answered nothing, they are compared with the group's own times before the change. With
-too few answers, a revision does not count as slow.
+times of its answers are compared with the times of the unchanged groups in the same period or, if
+these groups answered nothing, with the group's own times before the change. With too few answers, a
+revision does not count as slow.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""All Redis keys of the mesh, in the form pdmesh:v1:<noun>:<id>[:<field>].
+"""All Redis keys of the mesh. Most have the form pdmesh:v1:<noun>:<id>[:<field>].
 
 The keys of the block index reveal no prompt, because a block's name is a keyed hash. Only the
 responses that clients ask to keep contain text.

@@ -1,4 +1,4 @@
-"""Bounds incoming gRPC messages: how many at a time, how long for each, and only admitted callers.
+"""Limits how many gRPC messages arrive at the same time, and how long each may take.
 
 gRPC reads the message of a unary call before it calls the handler, from any caller, and waits
 forever for the last byte. Thus a few connections could make a server hold gigabytes, by sending all
