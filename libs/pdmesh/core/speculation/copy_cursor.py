@@ -16,7 +16,8 @@ from pdmesh.core.speculation.ngram_index import NgramIndex, Tokens
 
 WINDOW: Final = 64  # tokens after the place that the answer left; one equal token is enough there
 PATIENCE: Final = 32  # one equal token is enough for so many tokens after the answer left the place
-SURE: Final = 4  # if so many tokens were copied in a row, later searches prefer places near the end
+# After so many tokens were copied in a row, searches prefer places near the end of the copied text.
+SURE: Final = 4
 REPLAYED: Final = 64  # at most so many drawn tokens are replayed for a request that was moved here
 
 
