@@ -116,7 +116,8 @@ class JudgePolicy(EjectionLimits):
     quorum: int = 2  # how many sources must agree if none has a proof
     confirm_s: float = 2.0
     clear_s: float = 10.0
-    max_restarts: int = 3  # after so many within `restart_window_s`, another restart does not help
+    # After this many restarts within `restart_window_s`, another restart does not help.
+    max_restarts: int = 3
     restart_window_s: float = 600.0
     max_crashes: int = 5  # crashes in a row, each within `stable_s` of its process's start
     stable_s: float = 30.0

@@ -21,11 +21,11 @@ from typing import Final
 from pdmesh.core.speculation.token_cost import TokenCost
 
 LEAST_GAIN: Final = 1.05  # a smaller speedup may be lost when acceptance varies
-# Once in so many steps, a token is proposed even if none pays, to notice changes.
+# Once in this many steps, a token is proposed even if that does not pay, to notice changes.
 PROBE_EVERY: Final = 64
-# Once in so many steps, no token is proposed, to measure the cost of a check.
+# Once in this many steps, no token is proposed, to measure the cost of a check.
 PAUSE_EVERY: Final = 256
-_MEMORY: Final = 200  # checked tokens; those before them have little weight
+_MEMORY: Final = 200  # acceptance is measured over about this many checked tokens
 _GRAIN: Final = 0.02  # acceptance is rounded to a multiple of this, so there are few schedules
 _BAND: Final = 0.03  # a smaller change of the acceptance is mostly noise, and is ignored
 _COST_BAND: Final = 1.5  # a change of the cost of a token by a smaller factor is ignored

@@ -123,7 +123,7 @@ def resized(leases: Leases, mine: QuotaLease, quota: int, *, is_idle: bool) -> Q
 
 
 def tidied(leases: Leases, day: int, is_alive: Callable[[str], bool]) -> Leases:
-    """The leases without those of earlier days that belong to gateways that are gone.
+    """The leases, except leases of earlier days whose gateways are gone.
 
     If many of today's leases belong to gateways that are gone, most of these leases are merged.
     """

@@ -1,11 +1,10 @@
 """Brings a prompt's KV blocks into the host pool before the prompt is computed (S76, S77).
 
 The blocks come from files or from peers' pools. The file store and the KV index (which peer holds
-which blocks) are asked at the same time. `core.kv.tiers.load_plan` chooses the blocks that arrive
-sooner than the engine could compute them, and these are loaded at the same time. The wait ends at
-the caller's deadline, or when the engine could have computed the blocks instead. The engine
-computes blocks that have not arrived by then. Their load continues, for the next request. A failure
-of a tier only means fewer blocks.
+which blocks) are asked at the same time. `core.kv.tiers.load_plan` chooses the blocks whose loading
+saves time, and these are loaded at the same time. The wait ends at the caller's deadline, or when
+the engine could have computed the blocks instead. The engine computes blocks that have not arrived
+by then. Their load continues, for the next request. A failure of a tier only means fewer blocks.
 """
 
 from __future__ import annotations
