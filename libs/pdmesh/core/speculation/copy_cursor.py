@@ -15,7 +15,7 @@ from typing import Final
 from pdmesh.core.speculation.ngram_index import NgramIndex, Tokens
 
 WINDOW: Final = 64  # tokens after the place that the answer left; one equal token is enough there
-# One equal token is enough only for the first tokens, this many, after the answer left the place.
+# A single equal token is enough only for this many tokens after the answer left the place.
 PATIENCE: Final = 32
 # If at least this many tokens were copied in a row, later searches prefer places near the last one.
 SURE: Final = 4

@@ -120,7 +120,7 @@ class Answers:
                     tally.tpot_s += tpot_s
 
     def of(self, group_revisions: Collection[GroupRevision], since: float, until: float) -> Tally:
-        """The sum over the 5-second buckets that began from `since` until before `until`."""
+        """The sum over the buckets that began at `since` or later, and before `until`."""
         total = Tally()
         for group_revision in group_revisions:
             for began, tally in self._buckets.get(group_revision, ()):
