@@ -51,7 +51,7 @@ STOP_S: Final = 0.5
 # A link that brings no bytes for this long is free for other pulls. A working link is never silent
 # for so long.
 SILENT_S: Final = 0.25
-PULL_DRAIN_S: Final = 5.0  # the time to drain a pull that was given up
+PULL_DRAIN_S: Final = 5.0  # the time for the last bytes of a pull that was given up
 
 # --- the sender, for staged KV: core/kv/transfer/sender.py ----------------------------------------
 

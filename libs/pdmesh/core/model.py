@@ -92,7 +92,7 @@ class RoleSpec:
     role: Role
     group_id: str
     scenario: str
-    revision: str = ""  # the version of the model, the KV layout and the transport
+    revision: str = ""  # names the service's model, KV layout and transport
     model: str = ""  # the model's name for clients
     model_dir: str = ""  # folder of the model; if empty, the instance's settings name it
     # Path of the manifest, which lists the model's files. If empty, the model is loaded unchecked.

@@ -3,7 +3,7 @@
     tls://10.0.0.11:4222,10.0.0.12:4222,10.0.0.13:4222
     rediss-sentinel://gateway:password@10.0.0.11:26379,10.0.0.12:26379/0?primary=pdmesh
 
-A server without a scheme or a user gets the first server's scheme or user.
+A server without a scheme gets the first server's scheme, and also its user if it names none.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The interface for assignments, the leading master's orders to the instances.
 
-An assignment is for one instance. It names the instance's role, its stage (how far it may go: load,
-connect, serve or drain) and its peers. Assignments do not expire, so they outlive the master and
-the instances. `nats/assignments.py` stores them in JetStream key-value. A write succeeds only if
+An assignment is for one instance. It names the instance's role, its stage (how far it may go, such
+as to load or to serve) and its peers. Assignments do not expire, so they outlive the master and the
+instances. `nats/assignments.py` stores them in JetStream key-value. A write succeeds only if
 its writer has seen the latest revision, and fails once a leader of a later epoch (the number of a
 leadership) has written (I7). An instance ignores assignments for other incarnations, and
 assignments that are older than one that it has seen (`core.instance.lifecycle`).

@@ -30,7 +30,10 @@ class Subscription(Protocol):
 
 
 class Bus(Protocol):
-    """Delivers events at most once, in order per publisher. No event may be essential."""
+    """Delivers events at most once, in order per publisher.
+
+    No process may depend on a single event.
+    """
 
     @property
     def is_connected(self) -> bool: ...

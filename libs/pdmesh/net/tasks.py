@@ -37,7 +37,7 @@ async def end(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 async def together(*works: Coroutine[Any, Any, None]) -> None:
-    """Run all until one fails or this call is cancelled.
+    """Run all to their end, or until one fails or this call is cancelled.
 
     Then end the others, and raise the failure. A task that other code cancels counts as failed.
     asyncio's FIRST_EXCEPTION would not notice it.

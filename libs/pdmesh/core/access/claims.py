@@ -1,5 +1,5 @@
 """Reads the claims of a valid token: the caller's tenant with its limits, and an operator's role
-(OpenID Connect Core 2, RFC 7519).
+(OpenID Connect Core 1.0, section 2; RFC 7519).
 
 A claim is found by its full name, which may be a URL, or by a path of names with dots
 (`realm_access.roles`).

@@ -2,9 +2,9 @@
 
 An address that only this machine reaches needs no protection. For any other address there are three
 rules. Clients need keys, unless anonymous calls are allowed. Processes of the mesh need TLS. No
-connection to a server is in plain text. An operator may declare a network trusted
-(`PDMESH_INSECURE_NETWORK`). Plain text is then allowed, but processes without TLS must still show
-the mesh's token.
+connection to a server such as NATS or Redis is in plain text. An operator may declare a network
+trusted (`PDMESH_INSECURE_NETWORK`). Plain text is then allowed, but processes without TLS must
+still show the mesh's token.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 A leg is a request's stay on one instance. An adapter keeps its slot while any leg uses the adapter.
 So an adapter with many requests would never lose its slot. To prevent this, an adapter that is
 refused a slot waits for its turn, in order of arrival. For each waiting adapter without a free
-slot, one loaded adapter takes no new legs. This is the adapter that has had its slot longest, as
-soon as it has had the slot for `TURN_S`. When the legs of that adapter have ended, the slot is
-free. If that adapter is asked for again, it waits behind the others.
+slot, one loaded adapter takes no new legs: the one that has had its slot longest, and for at least
+`TURN_S`. When the legs of that adapter have ended, its slot is free. If requests need that adapter
+again, it waits behind the others.
 
 The engine does not notice that a client gives up. So an adapter loses its turn unless a gateway
 asks for it again within `CLAIM_S`. A gateway that still needs the adapter asks again after 2 s at

@@ -26,8 +26,8 @@ FREE_POOL: Final = "free"
 class Account:
     """A group's account, or the account of the pool that has borrowed the group.
 
-    If `pool` is empty, the instances serve. If `group_id` is empty, the account sums up groups that
-    no longer exist.
+    If `pool` is empty, the instances serve. If `group_id` is empty, the account is `FREE`, or the
+    sum of accounts that had no instances any more.
     """
 
     service: str

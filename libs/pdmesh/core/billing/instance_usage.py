@@ -86,7 +86,7 @@ class UsageBook:
         return 0.0 if self._looked_at is None else max(0.0, now - self._looked_at)
 
     def _fold(self) -> None:
-        """Merge the accounts of groups that no longer exist, if there are too many accounts.
+        """Merge the accounts that have no instances now, if there are too many accounts.
 
         The first merge keeps service, scenario and pool. If that is not enough, the second keeps
         only the pool.

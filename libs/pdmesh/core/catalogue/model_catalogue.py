@@ -79,8 +79,7 @@ class ModelCatalogue:
         return self._since.get(model)
 
     def resolve(self, asked: str, scenario: str, now: float) -> str | None:
-        """The model that a request means. None means that no served or lately served model has the
-        name.
+        """The model that a request means, or None if there is no such model.
 
         The name `default` means the preferred model. If none is preferred, it means the scenario's
         first model by name. If the scenario has no model, it means the first of all models. Models

@@ -5,9 +5,9 @@ was ready for a while before it died, that death counts as the first again. For 
 never became ready must have run much longer: loading a model takes minutes, and may fail at the end
 each time.
 
-A process that keeps dying is given up, and its last exit code is reported. Exit code 2 means a bad
-setting, or a setting that no engine accepts. Such a process is given up at once, because a restart
-cannot help.
+A process that keeps dying is given up, and its last exit code is reported. Exit code 2 means that a
+setting is invalid, or that no engine accepts it. Such a process is given up at once, because a
+restart cannot help.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class RestartPolicy:
     base_delay_s: float = 0.25
     max_delay_s: float = 5.0
     stable_after_s: float = 10.0  # if ready for this long, the next death counts as the first
-    # The same for the run time of a process that was never ready. An example is a gateway whose
-    # instances are all blank, that is, without a role.
+    # If a process that was never ready has run for this long, its death counts as the first. Such a
+    # process may be a gateway whose instances are all blank, that is, without a role.
     stable_unready_after_s: float = 600.0
     max_deaths: int = 10  # after this many deaths in a row, the process is given up
 

@@ -112,9 +112,7 @@ class CanaryRota:
         self._records.pop(instance_id, None)
 
     def _record(self, subject: ProbeTarget, now: float) -> _Record:
-        """The record of an incarnation. A new one is first probed one period after it was first
-        seen.
-        """
+        """The record of an incarnation. A new one is due one period after it was first seen."""
         known = self._records.get(subject.instance_id)
         if known is None or known.incarnation != subject.incarnation:
             known = self._records[subject.instance_id] = _Record(subject.incarnation, now)

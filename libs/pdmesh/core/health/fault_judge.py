@@ -1,5 +1,5 @@
-"""Decides which instance is faulty, at which level, and whether anything is done about it (S33,
-S34).
+"""Decides which instance is faulty, at which level, and whether the level's action is carried out
+(S33, S34).
 
 Other parts of the mesh report signals against an instance. A signal is a proof or a suspicion. One
 proof is enough: the instance reports that its engine hangs, or the driver reports that the device
@@ -116,7 +116,8 @@ class JudgePolicy(EjectionLimits):
     quorum: int = 2  # how many sources must agree if none has a proof
     confirm_s: float = 2.0
     clear_s: float = 10.0
-    max_restarts: int = 3  # after this many within `restart_window_s`, another does not help
+    # After this many restarts within `restart_window_s`, another restart does not help.
+    max_restarts: int = 3
     restart_window_s: float = 600.0
     max_crashes: int = 5  # crashes in a row, each within `stable_s` of its process's start
     stable_s: float = 30.0

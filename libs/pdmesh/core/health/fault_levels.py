@@ -58,7 +58,8 @@ RESPONSES: Final[Mapping[Level, Response]] = MappingProxyType(
     }
 )
 
-# An instance with a fault of this level or a worse one gets no requests.
+# An instance with a fault of this level or a worse one gets no requests, unless the ejection is
+# held back.
 EJECTS_FROM: Final = Level.PROCESS
 
 

@@ -1,10 +1,10 @@
 """Decides from an instance's counters whether it seems faulty, partly by comparison with its peers.
+Envoy calls this outlier detection.
 
 A leg is a request's stay on one instance. The instance may fail its legs, refuse all new ones, or
-pull KV far slower than its peers. Envoy calls this outlier detection. The signals come from real
-work, so they cost nothing. But the work itself may have caused a single failure, so all signals are
-suspicions. Rates are computed over a window from counters that only grow, so a lost report does no
-harm.
+pull KV far slower than its peers. The signals come from real work, so they cost nothing. But the
+work itself may have caused a single failure, so all signals are suspicions. Rates are computed over
+a window from counters that only grow, so a lost report does no harm.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The last hour, for operators: answers, KV flows, incidents, events, and the story of a request.
+"""The recent past, for operators: answers, KV flows, incidents, events, and the story of a request.
 
 All of it is bounded and kept in memory. No decision uses it.
 """

@@ -16,7 +16,9 @@ _MAX_ERRORS: Final = 32  # the most errors of one request
 
 @dataclass(slots=True)
 class RecentRequests:
-    """At each bound, the oldest entry is dropped. Times are seconds since 1970."""
+    """At a bound, the oldest request is dropped. Beyond _MAX_ERRORS, new errors of a request are
+    dropped. Times are seconds since 1970.
+    """
 
     _ended: OrderedDict[str, tuple[float, EndedRequest]] = field(default_factory=OrderedDict)
     _errors: OrderedDict[str, list[Step]] = field(default_factory=OrderedDict)

@@ -25,7 +25,7 @@ class Step:
 def stages(report: Mapping[str, Any], process: str, ended_at: float) -> Iterator[Step]:
     """The steps of a request that ended at `ended_at`, in seconds since 1970.
 
-    A field of the report may have a value of any type, because log files may be edited.
+    A time in the report may have a value of any type, because log files may be edited.
     """
     began = ended_at - _ms(report, "e2e_ms") / 1000
 

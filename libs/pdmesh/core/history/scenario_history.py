@@ -1,7 +1,8 @@
 """Counts the answers of each scenario in the last hour, and their times, in steps of 15 s.
 
-A scenario is a kind of requests with its own goals. Goodput counts the requests that were answered
-completely. A request that finds no prefill within its scenario's TTFT_S fails, so it is no goodput.
+A scenario is a kind of requests with its own goals. The goodput, `num_answered`, counts the
+requests that were answered completely. A request that finds no prefill within its scenario's TTFT_S
+fails, so it is no goodput.
 The times to first token (TTFT) are counted in bins, each 10 % wider than the one before. So a
 quantile is at most 5 % off.
 """

@@ -68,7 +68,7 @@ class AvoidedEncoders:
         ]
 
     def fetched(self, source: PeerId) -> None:
-        """The encoder answered. An answer counts even if some embeddings were missing."""
+        """The encoder answered. This is a success even if some embeddings were missing."""
         self._failures.pop(source, None)
 
     def failed(self, source: PeerId, reason: str, now: float) -> bool:

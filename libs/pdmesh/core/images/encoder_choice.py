@@ -17,7 +17,7 @@ def choose_encoder(encoders: Iterable[PeerId], digest: bytes) -> PeerId | None:
     """The encoder with the highest weight for this image (rendezvous hashing), or None if there is
     none.
 
-    When an encoder joins or leaves, only the images of that encoder change their place.
+    When an encoder joins or leaves, only the images of that encoder get another encoder.
     """
     return max(encoders, key=lambda encoder: _weight(encoder, digest), default=None)
 

@@ -57,7 +57,7 @@ def files_to_read(found: Iterable[str], index: Mapping[str, str] | None) -> list
 
 
 def check_complete(headers: Sequence[WeightHeader], index: Mapping[str, str] | None) -> None:
-    """Check that each tensor of the index is in its file. Files without a header are not checked.
+    """Check that each tensor of the index is in its file. Only the files of `headers` are checked.
 
     Raises WeightsUnreadable.
     """

@@ -28,7 +28,10 @@ _METADATA: Final = "__metadata__"
 
 
 class WeightsUnreadable(EngineFailed):
-    """A weight file is damaged, incomplete or cannot be read. The message names the file."""
+    """A weight file or the index is missing, damaged, not supported or cannot be read.
+
+    The message names the file.
+    """
 
     default_reason = "WEIGHTS_UNREADABLE"
 

@@ -40,7 +40,7 @@ class Cron:
 
     @classmethod
     def parse(cls, text: str) -> Cron:
-        """Raises ValueError, whose text names the field."""
+        """Raises ValueError with the reason."""
         fields = text.split()
         if len(fields) != len(_FIELDS):
             raise ValueError(f"{text!r}: a schedule has five fields, not {len(fields)}")

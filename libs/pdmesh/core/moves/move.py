@@ -80,9 +80,9 @@ class MovePlan:
 class GroupShape:
     """A group's instances, and how busy they are.
 
-    A busy value is the mean share of slots and KV in use, 0..1, over the instances of one role.
-    None means that it is unknown. `pool` names the pool that has borrowed the group, and is empty
-    while the group serves.
+    A busy value is the mean load of the instances of one role, 0..1, as `role_loads.py` measures
+    it. None means that it is unknown. `pool` names the pool that has borrowed the group, and is
+    empty while the group serves.
     """
 
     group_id: str

@@ -47,8 +47,8 @@ class TouchedGroup:
 def progress_of(scenario: str, touched: Sequence[TouchedGroup]) -> MoveEnded | MoveSeen:
     """Whether the move has ended, or is still under way.
 
-    `touched` has the group that gives or changes an instance, followed by the group that gets one,
-    if there is one.
+    `touched` has the group that gives or changes an instance. If another group gets the instance,
+    that group follows.
     """
     failed = [group for group in touched if group.is_current and group.is_failed]
     if failed:

@@ -78,7 +78,7 @@ class MoveNotBegun:
 
 @dataclass(frozen=True, slots=True)
 class MoveEnded:
-    """The group controller made the move, or gave it up and left the group complete."""
+    """The move is done or, if `is_done` is false, has failed. `detail` says why it failed."""
 
     scenario: str
     is_done: bool

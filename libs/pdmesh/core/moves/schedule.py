@@ -6,9 +6,8 @@ are checked by the same rules.
 
 If no master was running at an entry's time, the next master fires the entry late, within the
 entry's grace. After that it only reports the missed time. A pool borrows groups, and a RECLAIM
-takes them back. A RECLAIM begins before its entry's time, so that the groups serve in time. The
-interval between the two is its lead. If less than the lead is left when a RECLAIM is added, it
-begins at once.
+takes them back. A RECLAIM begins before its entry's time, by its lead, so that the groups serve in
+time. If less than the lead is left when a RECLAIM is added, it begins at once.
 """
 
 from __future__ import annotations

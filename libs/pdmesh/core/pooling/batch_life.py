@@ -1,8 +1,8 @@
 """Decides where one batch of inputs is sent, and what follows if an instance refuses it or is lost.
 
 Pooling instances make vectors or scores, and keep no state of a batch. If an instance is lost, its
-batch runs again on another one, unless the gateway's retry budget, its limit on repeated work, is
-spent. A batch that has killed two instances or their engines is not tried a third time (F38).
+batch runs again on another one, as often as `max_migrations` and the gateway's retry budget allow.
+A batch that has killed two instances or their engines is not tried a third time (F38).
 
 If all instances are full, the batch is put into the waiting room, the gateway's queue for free
 slots. A batch waits for a slot for at most `ttft_s`, counted from its beginning or its last loss.

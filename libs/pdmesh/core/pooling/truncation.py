@@ -137,7 +137,7 @@ def _kept(length: int, cut: TextCut | None) -> tuple[int, int]:
 
 
 def _second_at(special: SpecialTokens, first: int, second: int, start: int) -> int:
-    """The position of the second text's tokens from `start` on, or the end if there are none."""
+    """The position of the second text's first part that ends after `start`, or else the end."""
     sizes = [
         *[1] * len(special.before),
         first,

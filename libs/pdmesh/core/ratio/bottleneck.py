@@ -65,8 +65,8 @@ class DetectorLimits:
     num_reference: int = 6  # the reference is the mean of this many windows
     e2e_rise: float = 0.15  # relative
     share_change: float = 0.08  # relative
-    saturated: float = 0.85  # the least busy share of a role that is short
-    roomy: float = 0.70  # the largest busy share of a role that could give up an instance
+    saturated: float = 0.85  # a role that is short is at least this busy
+    roomy: float = 0.70  # a role that could give up an instance is at most this busy
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,9 @@ A scenario is a kind of requests with its own groups of instances. The controlle
 of the scenario's requests, window by window. If they show that there are too few prefills or
 decodes, it plans one move of an instance, and waits until the move can have an effect. Then
 `verdict.py` decides whether the move stays or is undone. After that the detector learns its
-reference again, so that one change of the workload causes one move. Every decision is reported as a
-`RatioDecided` with its inputs.
+reference again, so that one change of the workload causes one move. Decisions are reported as
+`RatioDecided` with their inputs. If the same reason forbids a move again and again, it is reported
+once per `hold_s`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Decides which moves bring a scenario nearer to the ratio of roles that it needs (S28, S30).
 
 A scenario is a kind of requests with its own groups of instances. A move adds an instance to a
-group, removes one, or changes its role. If the times of requests are known from a profile,
-`moves_to_best_split` plans all moves to the best split of prefills and decodes. If one role is
-found to be short, `next_move` plans one move for it.
+group, removes one, changes its role, or takes it to another group. If the times of requests are
+known from a profile, `moves_to_best_split` plans all moves to the best split of prefills and
+decodes. If one role is found to be short, `next_move` plans one move for it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ class MoveChoice:
 def moves_to_best_split(
     profile: Profile, groups: Sequence[GroupShape], reason: str
 ) -> tuple[Move, ...]:
-    """Role changes that give each group the profile's best split of its instances (formula (1))."""
+    """Role changes that give each group the profile's best split of its instances (formula (1)).
+
+    Groups with too few instances for a split are left out.
+    """
     least = least_in_scenario(groups[0]) if len(groups) == 1 else MIN_PER_GROUP
     moves: list[Move] = []
     for group in groups:
@@ -83,10 +86,10 @@ def next_move(
     limits: PlannerLimits,
     reason: str,
 ) -> MoveChoice:
-    """The cheapest move that helps the role `short_of`.
+    """The cheapest possible move that helps the role `short_of` in the group where it is busiest.
 
-    The cheapest move changes the role of an instance of the group. The next cheapest adds a blank
-    instance, which has no role. The third takes an instance from another group.
+    The cheapest kind of move changes the role of an instance of this group. The next cheapest adds
+    a blank instance, which has no role. The third takes an instance from another group.
     """
     own = [g for g in serving(groups, scenario) if g.size]
     known = [(busy, g) for g in own if (busy := g.busy(short_of)) is not None]
@@ -139,7 +142,7 @@ def _passed_on(group: GroupShape, giver: Role, most: float) -> str | None:
 
 
 def _without_one(group: GroupShape, role: Role) -> float | None:
-    """How busy the role would be without one instance.
+    """How busy the role would be without one of its instances.
 
     None means that this is unknown, or that no instance would be left.
     """

@@ -5,8 +5,8 @@ prefill is the share of time in which its engine computes. If the prefill report
 load is the share of its slots in use. This share overstates the load, because a prompt keeps its
 slot until a decode has the KV (S41). With too few decodes, prefills look full by their slots, and
 would not be allowed to become decodes. The load of any other instance is the share in use of its
-slots or its KV blocks, whichever is larger. If an instance never reported, the load of its role is
-unknown.
+slots or its KV blocks, whichever is larger. If an instance had not reported when a sample was
+taken, the load of its role is unknown.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class RoleLoads:
     def busy(self, group_ids: Collection[str], role: Role) -> float | None:
         """The mean load of a role's instances in the groups, 0..1.
 
-        None if there are no instances, or if one of them never reported.
+        None if there are no instances, or if one of them had not reported at some sample.
         """
         span_s = self._closed_span_s
         if self._closed is None:

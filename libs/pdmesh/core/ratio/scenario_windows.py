@@ -1,4 +1,4 @@
-"""Builds windows of each scenario's requests, from which its ratio of roles is controlled (S29).
+"""Builds windows of each scenario's requests, which the ratio controller judges (S29).
 
 A scenario is a kind of requests. A window has means over the requests that were answered since the
 last window ended. Only scenarios with groups have windows, so names that clients invent have none.

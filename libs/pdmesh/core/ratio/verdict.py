@@ -4,7 +4,7 @@ A move gives one role of a group one more instance. The measurements after the m
 compared with the measurements that led to it. The move is undone only if it did visible harm: less
 success, slower answers, or fewer answers per second while requests wait. After a move that was
 undone, the same role gets no more instances for a while. After a good move, the other role gets no
-instances for a while.
+more instances for a while.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Cooldown:
     def failed(self, role: Role, now: float) -> None:
         """Let further moves for `role` wait, after a move was harmful or failed.
 
-        The next wait is twice as long.
+        The next wait is twice as long, but at most `max_s`.
         """
         self._until, self._role = now + self._next_s, role
         self._next_s = min(2 * self._next_s, self.max_s)

@@ -1,6 +1,6 @@
-"""The form that an answer must have, and the token after which this form begins.
+"""The form that an answer must have, and the tokens after which this form begins.
 
-A constraint holds for the whole answer, even if several engines draw its tokens one after another.
+If several engines draw an answer's tokens one after another, the constraint applies to all of them.
 An engine that continues an answer first feeds the earlier engines' tokens to its grammar matcher.
 """
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Final
 
-MAX_GRAMMAR_BYTES: Final = 256 << 10  # bytes of a constraint's text after compilation
+MAX_GRAMMAR_BYTES: Final = 256 << 10  # bytes of the grammar's text in llguidance's syntax
 MAX_SYMBOLS: Final = 50_000
 MAX_FUEL: Final = 200_000  # work of the compiler, in its own units, to build the first automata
 MAX_COMPILE_CPU_S: Final = 1

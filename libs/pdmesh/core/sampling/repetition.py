@@ -87,8 +87,8 @@ class RepetitionFinder:
 class RepeatedEnd:
     """Ends an answer that repeats itself.
 
-    Nothing is done if the repeating token ends the answer anyway, because it is one of `end_ids` or
-    the last of `max_tokens`. An answer of fewer than `min_tokens` may repeat itself.
+    `is_found` stays false if the repeating token ends the answer anyway, because it is one of
+    `end_ids` or the last of `max_tokens`. An answer of fewer than `min_tokens` may repeat itself.
     """
 
     __slots__ = ("_end_ids", "_finder", "_max_tokens", "_min_tokens", "_num", "is_found")

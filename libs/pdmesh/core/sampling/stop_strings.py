@@ -1,8 +1,8 @@
 """Finds stop strings in text that arrives in pieces.
 
 If the end of the text may be the beginning of a stop string, this end is held back until more text
-decides. The first complete stop string ends the text. The result does not depend on how the text
-is divided into pieces.
+shows whether it is. The first complete stop string ends the text. The result does not depend on how
+the text is divided into pieces.
 
 For each stop string, the time grows linearly with the text, even if the strings are repetitive (the
 algorithm of Knuth, Morris and Pratt).
@@ -64,7 +64,7 @@ class StopText:
         self.stopped_by: str | None = None
 
     def feed(self, piece: str, *, may_stop: bool = True) -> str:
-        """The text that may be shown now. Empty once `is_stopped`.
+        """The text that may be shown now. Empty if the text has stopped before.
 
         While `may_stop` is false, a complete stop string is ordinary text.
         """

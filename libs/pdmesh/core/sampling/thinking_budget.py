@@ -23,8 +23,8 @@ class ThinkingMarks:
 class ThinkingBudget:
     """The longest reasoning.
 
-    As in vLLM, the end mark follows the begin mark after at most `num_tokens`. If the begin mark is
-    in the prompt, the prompt's tokens after it are counted as well.
+    As in vLLM, the end mark follows the begin mark after at most `num_tokens` tokens. If the begin
+    mark is in the prompt, the prompt's tokens after it are counted as well.
     """
 
     num_tokens: int

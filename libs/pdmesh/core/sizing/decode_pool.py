@@ -95,9 +95,10 @@ def _between(values: list[float], at: float) -> float:
 class NextTokens:
     """The time per token, after the first token.
 
-    Three tuples have one value for each sampled request. `deviations` and `skews` describe the
-    request's time per token. `extra_s` is the request's wait before the first decode step, divided
-    by its number of tokens. No request has a mean time per token above `slowest_s`.
+    Three tuples have one value for each sampled request. `deviations` and `skews` have the standard
+    deviation and the skewness of the request's time per token. `extra_s` has the time that delays
+    at the beginning of its answer add to each token. No request has a mean time per token above
+    `slowest_s`.
     """
 
     mean_s: float

@@ -18,7 +18,7 @@ HOP_S: Final = 0.0005  # one way between gateway, master and instances
 BASE_S: Final = 4 * HOP_S  # before a first token: to the master and back, to the prefill and back
 MAX_SLOTS: Final = 256  # the most slots of a decode or fusion instance
 PREFILL_SLOTS: Final = 8  # the default of a prefill
-MAX_LINK: Final = 0.7  # the most busy share of the network between prefills and decodes
+MAX_LINK: Final = 0.7  # the network between prefills and decodes may be busy for this share of time
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,8 +127,9 @@ def _own_s(law: Law, batch: float, held: Contexts) -> float:
 def _token_s(law: Law, prompts: _Prompts, batch: int, held: Contexts) -> float:
     """The mean time per token of sequences that run beside prompts.
 
-    In a time T, prompts take their own share of T. Each mixed step also gives a token, at the cost
-    of the sequences' part alone. The other tokens take whole decode steps.
+    Computing the prompts takes a certain share of the time. Each mixed step also yields a token of
+    every sequence, and is longer only by the time that the sequences add. All other tokens need
+    whole decode steps.
     """
     batch = max(batch, 1)
     step = law.step_s(batch, batch * held.mean)

@@ -67,7 +67,7 @@ def _room(shape: ModelShape, device: Accelerator, tp: int) -> float:
 def kinds_of(
     shape: ModelShape, device: Accelerator, sizes: Sequence[int], law: Law | None = None
 ) -> list[InstanceKind]:
-    """All kinds of these sizes that fit the model. Raises SizingProblem if there are none."""
+    """All kinds of these sizes with room for the model. Raises SizingProblem if there are none."""
     kinds = [k for tp in sizes if (k := kind_of(shape, device, tp, law)) is not None]
     if not kinds:
         raise SizingProblem("gpu", _does_not_fit(shape, device, max(sizes)))

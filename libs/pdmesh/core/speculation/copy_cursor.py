@@ -15,9 +15,11 @@ from typing import Final
 from pdmesh.core.speculation.ngram_index import NgramIndex, Tokens
 
 WINDOW: Final = 64  # tokens after the place that the answer left; one equal token is enough there
-PATIENCE: Final = 32  # one equal token is enough for so many tokens after the answer left the place
-SURE: Final = 4  # if so many tokens were copied in a row, a later search prefers the place
-REPLAYED: Final = 64  # at most so many drawn tokens are replayed for a request that was moved here
+# A single equal token is enough only for this many tokens after the answer left the place.
+PATIENCE: Final = 32
+# If at least this many tokens were copied in a row, later searches prefer places near the last one.
+SURE: Final = 4
+REPLAYED: Final = 64  # at most this many drawn tokens are replayed for a request that moved here
 
 
 class CopyCursor:

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 Tokens = Sequence[int] | NDArray[np.int32]
 
 SIZES: Final = (4, 2)  # lengths of n-grams, in tokens; the first length with a match is used
-MAX_LINKS: Final = 16  # one search follows at most so many links in a table
-_FEW: Final = 64  # up to so many tokens are entered one by one, which is faster than numpy
-_LEAST_BITS: Final = 8  # a table's hashes have at least so many bits
+MAX_LINKS: Final = 16  # one search follows at most this many links in a table
+_FEW: Final = 64  # up to this many tokens are entered one by one, which is faster than numpy
+_LEAST_BITS: Final = 8  # a table's hashes have at least this many bits
 _FACTORS: Final = (  # odd numbers of 64 random bits
     0x9E3779B97F4A7C15,
     0xD1B54A32D192ED03,

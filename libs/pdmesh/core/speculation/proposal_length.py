@@ -21,11 +21,11 @@ from typing import Final
 from pdmesh.core.speculation.token_cost import TokenCost
 
 LEAST_GAIN: Final = 1.05  # a smaller speedup may be lost when acceptance varies
-# Once in so many steps, a token is proposed even if none pays, to notice changes.
+# Once in this many steps, a token is proposed even if that does not pay, to notice changes.
 PROBE_EVERY: Final = 64
-# Once in so many steps, no token is proposed, to measure the cost of a check.
+# Once in this many steps, no token is proposed, to measure the cost of a check.
 PAUSE_EVERY: Final = 256
-_MEMORY: Final = 200  # checked tokens; those before them have little weight
+_MEMORY: Final = 200  # acceptance is measured over about this many checked tokens
 _GRAIN: Final = 0.02  # acceptance is rounded to a multiple of this, so there are few schedules
 _BAND: Final = 0.03  # a smaller change of the acceptance is mostly noise, and is ignored
 _COST_BAND: Final = 1.5  # a change of the cost of a token by a smaller factor is ignored
@@ -90,7 +90,7 @@ class Speculation:
         return best if self.speedup(best, batch) >= LEAST_GAIN else 0
 
     def schedule(self, max_batch: int) -> list[tuple[int, int, int]]:
-        """(first batch size, last batch size, tokens to propose), for all batch sizes from 1 on."""
+        """(first batch size, last batch size, tokens to propose), for sizes 1 to `max_batch`."""
         ranges: list[tuple[int, int, int]] = []
         for batch in range(1, max_batch + 1):
             count = self.num_proposed(batch)
@@ -136,7 +136,7 @@ class AdaptiveSpeculation:
 
     @property
     def _may_pause(self) -> bool:
-        """Whether steps without proposals are possible. A draft with KV needs it for each token."""
+        """Whether proposals may pause for a step. A method with KV needs it for each token."""
         return not (self.assumed.is_fixed or self.assumed.method.has_kv)
 
     def counts(self) -> list[int]:

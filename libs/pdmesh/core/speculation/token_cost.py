@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-_MEMORY: Final = 1000  # steps; those before them have little weight
+_MEMORY: Final = 1000  # the cost is measured over about this many steps
 _LEAST_STEPS: Final = 50
 _LEAST_SPREAD: Final = 0.03  # standard deviation of the numbers of tokens, divided by their mean
 _LONGEST: Final = 3.0  # a step this many times longer than expected waited for something else

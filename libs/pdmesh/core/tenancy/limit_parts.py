@@ -1,10 +1,9 @@
 """Decides which gateway holds which parts of a tenant's limits (S97).
 
 Limits are cut into parts. Each part is held by one gateway at a time, and a ledger in a shared
-store says by which one. The ledger is written by compare-and-set, so no part is ever held twice. A
-gateway grants only its own parts. So all gateways together never grant more than the limit. A limit
-is cut into as many parts as possible, but each part is large enough for one open call or one
-request.
+store says by which one. The ledger is written by compare-and-set, so no two gateways take the same
+part. A gateway grants only its own parts. So all gateways together never grant more than the limit.
+A limit is cut into at most `_MAX_PARTS` parts, each large enough for one open call or one request.
 
 Parts move to the gateways that have calls. A gateway takes free parts when it needs them. If there
 are none, it asks for one in the ledger, and gateways that hold more than their share hand some
@@ -90,8 +89,8 @@ class TenantParts:
     """What one gateway, `me`, knows about all ledgers, and what it writes to them.
 
     `seen` records any state of a ledger from the store, including what this gateway wrote. `more`,
-    `more_tokens` and `due` return the ledger to write if the store still has the known revision, or
-    None.
+    `more_tokens` and `due` return a ledger to write, or None. The write must fail if the store has
+    another revision than the known one.
     """
 
     me: str
@@ -154,9 +153,9 @@ class TenantParts:
             known.ledger, known.revision = None, 0
 
     def more(self, tenant: Tenant, clock: Clock) -> Ledger | None:
-        """The ledger in which we take free parts, or ask for one.
+        """The ledger in which we take free parts or, if no part is free, ask for one.
 
-        None if we hold all parts, if we have asked already, or while we hand parts over.
+        None if no part is free and we hold all parts, have asked already, or hand parts over.
         """
         self._trim(tenant)
         known, ledger = self._of(tenant), self._ledger(tenant, clock)

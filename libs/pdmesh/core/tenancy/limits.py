@@ -3,7 +3,8 @@ day.
 
 The two rates are limited by token buckets. On arrival, a call pays for one request. Once the
 lengths of its prompt and its longest answer are known, it pays for these tokens. At its end it gets
-back the tokens that it did not use. A call that is refused pays nothing.
+back the tokens that it did not use. A call that is refused on arrival pays nothing, and a call that
+is refused later pays for no tokens.
 
 If several gateways serve one mesh, each grants only its own parts of a limit (`limit_parts`), and
 only the daily tokens that it has leased (`quota_leases`). So together they never grant more than

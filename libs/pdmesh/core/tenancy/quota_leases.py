@@ -90,8 +90,9 @@ def given(
 ) -> tuple[Leases, QuotaLease]:
     """Give others the tokens that they lack, the longest waiting first.
 
-    Gateways before us in line may have all tokens that we did not grant. Gateways behind us may
-    have only the tokens that our own calls do not wait for.
+    If our own calls lack tokens, gateways before us in line may have all tokens that we did not
+    grant, and gateways behind us get none. Otherwise, others get only tokens that our own calls do
+    not wait for.
     """
     spare = max(0, mine.unused - num_needed)
     is_lacking = num_needed > mine.unused
@@ -122,7 +123,7 @@ def resized(leases: Leases, mine: QuotaLease, quota: int, *, is_idle: bool) -> Q
 
 
 def tidied(leases: Leases, day: int, is_alive: Callable[[str], bool]) -> Leases:
-    """The leases without those of earlier days that belong to gateways that are gone.
+    """The leases, except leases of earlier days whose gateways are gone.
 
     If many of today's leases belong to gateways that are gone, most of these leases are merged.
     """

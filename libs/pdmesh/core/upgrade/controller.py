@@ -3,9 +3,9 @@
 A revision is a name for a service's model, KV layout and transport. A scenario is a kind of
 requests with its own groups of instances. These groups get a new revision one after another, and
 keep their ratio of prefills to decodes. Each round compares the services that the groups run with
-the desired state, and decides the next state of the upgrade, its record. The records are in the
-registry, so a new leader continues an upgrade. The controller keeps only times, answers and
-incidents in memory. The rules are:
+the desired state, and decides the next state of the upgrade, its record. The records are stored
+beside the desired state, so a new leader continues an upgrade. The controller keeps only times,
+answers and incidents in memory. The rules are:
 
 - Only one group over all scenarios changes at a time, and only while the others can carry the
   scenario's requests. Groups that do not serve get the revision after the others have proved it.

@@ -21,10 +21,10 @@ from pdmesh.core.upgrade.revision_health import GroupRevision, LegFailureReporte
 class GroupSeen:
     """A group's state after the last round of the group controller.
 
-    `is_whole` means that the group is complete and serves. `busy` is the share of each role's slots
-    in use, or None if it is unknown. `num_blank` is the number of blank instances, which have no
-    role, that could join. `faulty` has the suspected and faulty instances of the group's revision,
-    each with a reason.
+    `is_whole` means that the group is complete and serves. `busy` has the load of each role, 0..1,
+    or None if it is unknown. `num_blank` is the number of blank instances, which have no role, that
+    could join. `faulty` has the suspected and faulty instances of the group's revision, each with a
+    reason.
     """
 
     group_id: str

@@ -18,7 +18,7 @@ from pdmesh.core.model import Role
 from pdmesh.core.upgrade.events import GroupSeen, GroupsObserved
 from pdmesh.core.upgrade.revision_health import GroupRevision
 
-Busy = Callable[[str, Role], float | None]  # (group, role) -> share of slots in use, 0..1
+Busy = Callable[[str, Role], float | None]  # (group, role) -> mean load of the instances, 0..1
 
 
 @dataclass(frozen=True, slots=True)

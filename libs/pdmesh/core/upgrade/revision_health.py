@@ -2,9 +2,9 @@
 
 An upgrade gives one group after another a new revision. A revision is worse if too many of its
 requests fail, if its answers are too slow, or if several of its instances are lost or faulty. The
-times of its answers are compared with the times of the unchanged groups in the same period. If
-these groups answered nothing, they are compared with the group's own times before the change. With
-too few answers, a revision does not count as slow.
+times of its answers are compared with the times of the unchanged groups in the same period or, if
+these groups answered nothing, with the group's own times before the change. With too few answers, a
+revision does not count as slow.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Tally:
 
 @dataclass(slots=True)
 class Answers:
-    """The answers of the last ten minutes, by group and revision.
+    """The answers of at least the last ten minutes, by group and revision.
 
     If there are too many pairs of group and revision, the least recently used one is forgotten.
     """
@@ -120,7 +120,7 @@ class Answers:
                     tally.tpot_s += tpot_s
 
     def of(self, group_revisions: Collection[GroupRevision], since: float, until: float) -> Tally:
-        """The sum over the 5-second buckets that began from `since` until before `until`."""
+        """The sum over the buckets that began at `since` or later, and before `until`."""
         total = Tally()
         for group_revision in group_revisions:
             for began, tally in self._buckets.get(group_revision, ()):

@@ -58,7 +58,10 @@ _MAX_PEERS = 256  # connections that this agent opened
 
 
 class KvAgent:
-    """Call all methods on the event loop that `start` ran on. `on_event` is called on that loop."""
+    """Call the methods on the event loop that `start` ran on, unless they are thread-safe.
+
+    `on_event` is called on that loop.
+    """
 
     def __init__(
         self,
@@ -136,8 +139,8 @@ class KvAgent:
         The caller writes layers to the range and reports them with `ready`, until all layers are
         ready or it calls `release`. A pull waits for layers that are not ready. Without
         `chunk_bytes`, the parts get shorter towards the end, so that little is left to move after
-        the last layer. Raises ValueError if the ticket is open already, the range is too short, or
-        the layout has another model's fingerprint.
+        the last layer. Raises ValueError if the ticket is open already, its id is empty or too
+        long, the range is too short, or the layout has another model's fingerprint.
         """
         is_tapered = not chunk_bytes
         chunk_bytes = chunk_bytes or layer_chunk_bytes(layout)
@@ -277,7 +280,7 @@ class KvAgent:
         Block i is written to `targets[i]`. Returns the checksums of the blocks, all verified.
         `on_freed` is called once, when no late write can reach the targets any more: before this
         returns, or some time after a failure. `source` is the peer's instance id. Raises
-        KvTransferFailed.
+        KvTransferFailed, or ValueError for bad names or targets.
         """
         started = time.monotonic()
         try:
@@ -339,7 +342,7 @@ class KvAgent:
         return await self._receiver.pull(order, connection, started, deadline, stall_s)
 
     def give_back(self, landing: ArenaRange) -> None:
-        """Report AgentLandingFreed for a pull that never began, or whose caller has left."""
+        """Report AgentLandingFreed for a pull that never began, failed or was cancelled."""
         self._on_event(AgentLandingFreed(landing.offset))
 
     # -- both -------------------------------------------------------------------------------------

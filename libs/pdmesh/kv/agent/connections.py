@@ -1,8 +1,9 @@
 """A KV agent's connections to the agents of other processes.
 
-All pulls from one peer share one connection, which the first pull opens. If there are too many
-connections, the least recently used one without a pull is dropped. `ConnectionPool` has the
-connections that this agent opened, by address. `Peers` has all open connections, by connection key.
+All pulls from one peer share one connection, which is opened at its first use. If there are too
+many connections, the least recently used one that is not in use is dropped. `ConnectionPool` has
+the connections that this agent opened, by address. `Peers` has all open connections, by connection
+key.
 """
 
 from __future__ import annotations

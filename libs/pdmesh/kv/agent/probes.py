@@ -1,8 +1,9 @@
 """A probe that shows whether KV moves between two KV agents (P/D-Serve 3.2, S16).
 
-The receiver sends a nonce. The sender derives bytes from the nonce and sends them as it sends KV:
-on the same lane, by the same code. The bytes also depend on the sender's incarnation (one life of
-an instance) and on the fingerprint of its KV, so the receiver accepts no other process's answer.
+The receiver sends a nonce. The sender derives bytes from the nonce and sends them as it sends KV,
+by the same code and over the same UCX transport. The bytes also depend on the sender's incarnation
+(one life of an instance) and on the fingerprint of its KV, so the receiver accepts no other
+process's answer.
 """
 
 from __future__ import annotations

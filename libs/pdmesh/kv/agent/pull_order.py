@@ -54,7 +54,7 @@ def bad_ticket(what: str) -> KvTransferFailed:
 
 
 def check_ticket(ticket: Ticket) -> None:
-    """Raises KvTransferFailed (KV_BAD_TICKET) for a ticket that cannot be pulled."""
+    """Raises KvTransferFailed (KV_BAD_TICKET) if the ticket's id is empty or too long."""
     if not 0 < len(ticket.ticket_id.encode()) <= MAX_TICKET_ID:
         raise bad_ticket(f"ticket_id: must have 1 to {MAX_TICKET_ID} bytes")
 
@@ -121,7 +121,7 @@ def order_blocks(
     source: str,
     on_freed: Callable[[], None],
 ) -> PullOrder:
-    """Raises ValueError for too many names, or for blocks of different sizes."""
+    """Raises ValueError for no names, too many or bad names, or targets of different sizes."""
     if not 0 < len(names) <= min(len(targets), wire.MAX_NAMES):
         raise ValueError(f"{len(names)} names for {len(targets)} targets")
     size = targets[0].size

@@ -313,7 +313,7 @@ class ReceiverHalf:
 
     def _complete(self, effect: rx.CompletePull) -> None:
         pull = self._pulls.pop(effect.pull_id)
-        if pull.done.done():  # the caller has cancelled, and the core does not know it yet
+        if pull.done.done():  # the caller has cancelled or `on_range` failed, unknown to the core
             pull.order.on_freed()
         else:
             pull.done.set_result(None)

@@ -78,7 +78,7 @@ class SenderHalf:
         self._hashing: set[asyncio.Task[None]] = set()
         self._num_fetches = 0
         self._loan_secret = secrets.token_hex(16)
-        # Parts that a test delays, by peer, pull id and offset.
+        # Parts that a test or a failpoint delays, by peer, pull id and offset.
         self._late: dict[tuple[int, int, int], asyncio.TimerHandle] = {}
         self._is_closing = False
         self.bytes_sent = 0
@@ -226,7 +226,7 @@ class SenderHalf:
         self._lend(peer, message, ticket_id, LentBlocks(pinned, self._blocks.close))
 
     def on_probe(self, peer: int, message: wire.Probe) -> None:
-        """Answer with bytes derived from the nonce, and send them like the blocks of a pull."""
+        """Answer with bytes derived from the nonce, and send them like fetched blocks."""
         if (refusal := self._refusal(message)) is not None:
             self._peers.tell(peer, wire.PullRefusal(message.pull_id, refusal))
             return
@@ -343,7 +343,7 @@ class SenderHalf:
         self._peers.tell(effect.peer, meta)
 
     def _send_late(self, effect: tx.SendPart) -> None:
-        """Send a part that a test has delayed.
+        """Send a part that a test or a failpoint has delayed.
 
         The core has counted the part as being sent, so its ticket is still open.
         """

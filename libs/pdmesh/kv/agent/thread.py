@@ -1,9 +1,10 @@
 """Runs a KvAgent (`agent.py`) on its own thread and event loop.
 
 This is for a process that has no event loop, such as an engine's worker, or whose loop is busy. All
-methods may be called on any thread. They return `concurrent.futures.Future`s, and cancelling the
-future of a pull cancels the pull. Event callbacks run on the agent's thread, so they must only pass
-the event on to another thread. A ticket is the right to pull one prompt's staged KV.
+methods may be called on any thread. Methods with a result that comes later return a
+`concurrent.futures.Future`, and cancelling the future of a pull cancels the pull. Event callbacks
+run on the agent's thread, so they must only pass the event on to another thread. A ticket is the
+right to pull one prompt's staged KV.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class AgentThread:
     def start(self, timeout_s: float = 30.0) -> str:
         """Block until the agent listens. Returns its address.
 
-        Raises KvTransferFailed or TimeoutError.
+        Raises TimeoutError, or the error of `make_agent` or `KvAgent.start`.
         """
         self._thread.start()
         return self._started.result(timeout_s)

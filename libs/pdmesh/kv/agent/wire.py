@@ -170,7 +170,7 @@ class Ack:
 
 @dataclass(slots=True)
 class Renew:
-    """Receiver to sender: keep the ticket, which is not pulled yet, for another lease.
+    """Receiver to sender: keep the ticket for another lease. Its pull waits or is under way.
 
     The sender does not answer.
     """

@@ -1,4 +1,4 @@
-"""A checksum of 128 bits for KV bytes. A GPU computes it as fast as it reads; the host can, too.
+"""A checksum of 128 bits for KV bytes, which a GPU computes as fast as it reads the bytes.
 
 xxh3 would be slow on a GPU, because it carries a state from block to block. Here every word of 8
 bytes is mixed with its place, and the results are added up. There are two sums modulo 2^64: a plain

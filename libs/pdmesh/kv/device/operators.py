@@ -53,8 +53,8 @@ class DeviceBlocks:
     ) -> None:
         """Copy blocks into `out` (uint8).
 
-        `layers` and `heads` are (first, count), and by default all. Raises ValueError unless the
-        sizes match.
+        `layers` and `heads` are (first, count), and by default all. Raises ValueError if they
+        exceed the caches, or if `out` has another size or is not contiguous.
         """
         self._move(block_ids, out, layers, heads, is_gather=True)
 

@@ -50,7 +50,7 @@ class HostBlocks:
     def gather(self, block_ids: BlockIds, out: ByteArray) -> None:
         """Copy the blocks of each layer into `out`, layer by layer.
 
-        Raises ValueError unless the sizes match.
+        Raises ValueError if a block does not exist, or if `out` has another size or has gaps.
         """
         ids, runs = self._plan(block_ids, out)
         start = 0
@@ -66,7 +66,7 @@ class HostBlocks:
     def scatter(self, source: ByteArray, block_ids: BlockIds) -> None:
         """Copy `source`, laid out as `gather` writes it, to the blocks of each layer.
 
-        Raises ValueError unless the sizes match.
+        Raises ValueError as `gather` does.
         """
         ids, runs = self._plan(block_ids, source)
         start = 0
@@ -78,7 +78,8 @@ class HostBlocks:
         """Copy `data`, a part of the buffer that `scatter` takes, to the blocks.
 
         The part begins at byte `offset` of the buffer. It may begin and end inside a layer. Raises
-        ValueError if the part cuts a block or extends beyond the last layer.
+        ValueError if the part cuts a block or is not inside the buffer, or if a block does not
+        exist.
         """
         ids = np.asarray(block_ids, dtype=np.intp)
         start = 0  # where the layer begins in the whole buffer

@@ -35,7 +35,7 @@ class EmbeddingPool:
         return self._lru.num_bytes
 
     def add(self, name: bytes, data: ByteArray) -> Sequence[bytes] | None:
-        """Add embeddings. Returns the names of those that were evicted, or None without room.
+        """Add embeddings. Returns the names of the evicted ones, or None if there is no room.
 
         `data` must not change any more.
         """

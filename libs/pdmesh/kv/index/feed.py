@@ -98,13 +98,13 @@ class IndexFeed:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no snapshot is wanted now, not even for a routine comparison."""
+        """Whether no snapshot must be fetched now, not even for a routine comparison."""
         return not self._repairs
 
     def age_s(self) -> float:
         """The time for which deltas of some instance have been missing, or 0 (S100).
 
-        An instance whose snapshot is wanted only for a routine comparison does not count.
+        An instance whose snapshot is fetched only for a routine comparison does not count.
         """
         doubted = [at for i, at in self._repairs.since() if not self.index.is_whole(i)]
         return time.monotonic() - min(doubted) if doubted else 0.0

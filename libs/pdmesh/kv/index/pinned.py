@@ -2,8 +2,8 @@
 
 An operator pins a prefix (the beginning of a prompt) so that its KV is kept. The leading master
 writes the list of pins to NATS. A pin contains block names and no text. It applies to one scenario
-(a kind of requests with its own instances) or to all. While NATS is unreachable, the list may be
-out of date. This only costs memory.
+(a kind of requests with its own instances) or to all. While NATS is unreachable, the list may have
+pins that have ended, and lack new ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""All Redis keys of the mesh, in the form pdmesh:v1:<noun>:<id>[:<field>].
+"""All Redis keys of the mesh. Most have the form pdmesh:v1:<noun>:<id>[:<field>].
 
 The keys of the block index reveal no prompt, because a block's name is a keyed hash. Only the
 responses that clients ask to keep contain text.
@@ -27,8 +27,8 @@ def instance_version(instance_id: str) -> str:
     return f"{INSTANCE_KEYS}{instance_id}:version"
 
 
-# The hash tag {response} puts all keys of kept responses on one shard. To make room for a response,
-# a script may remove responses of any tenant.
+# The hash tag {response} puts all keys of kept responses on one shard, because the script that
+# makes room for a response may remove responses of any tenant.
 KEPT_RESPONSES: Final = f"{_PREFIX}:{{response}}:"
 # A sorted set of `<tenant>:<response id>`. The score is the expiry time in ms.
 KEPT_EXPIRIES: Final = f"{_PREFIX}:{{response}}-expiries"

@@ -58,7 +58,9 @@ def pack_header(header: BlockHeader) -> bytes:
 
 
 def check_header(data: bytes, name: bytes, identity: bytes, num_bytes: int) -> BlockHeader:
-    """Parse a header. Raises BadBlockFile if name, identity or length are not the expected ones."""
+    """Parse a header. Raises BadBlockFile if it is damaged, of another version, or not the header
+    of the block with this name, identity and length.
+    """
     if len(data) != HEADER_BYTES:
         raise BadBlockFile("cut within the header")
     fields = data[: _FIELDS.size]

@@ -4,8 +4,8 @@ In production the directory is on a shared file system. The path of a block's fi
 `<root>/<identity>/<owner>/<two hex digits>/<name>.kv`. Identity stands for model and rank, and
 owner for a tenant. A block is written under a temporary name and then renamed, so that a file is
 complete even if its writer dies. Other damage is found by the checksums when a file is read, and
-the file is removed. The modification time of a file is the time of its last use, which
-`core.kv.tiers.file_eviction` uses to choose files for eviction.
+the file is removed. The modification time of a file is the time of its last use, or the time until
+which the file is kept. `core.kv.tiers.file_eviction` chooses files for eviction by these times.
 
 All processes that write to the directory share the quota. They count the bytes in use in one small
 file, under a lock. A writer that dies may leave the count too high by one block. Therefore a

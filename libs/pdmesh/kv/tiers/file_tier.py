@@ -108,8 +108,9 @@ class FileTier:
     async def get(self, name: bytes, owner: bytes, out: ByteArray) -> bytes | None:
         """Read the block into `out`, verify it, and return its checksum.
 
-        Returns None if there is no file, if the file was bad, or if the disk failed. A bad file is
-        removed. Do not cancel this: the thread continues to write to `out` after a cancellation.
+        Returns None if there is no file, if the file was bad, or if the disk failed or is not used
+        now. A bad file is removed. Do not cancel this: the thread continues to write to `out` after
+        a cancellation.
         """
         try:
             checksum = await self._read(lambda: self._store.get(name, owner, out))

@@ -195,7 +195,7 @@ class HostPool:
             return [(name, self._owners[self._book.slot(name)]) for name in names]
 
     def forget(self, name: bytes) -> None:
-        """Remove a block that is bad or unwanted."""
+        """Remove a block, for example because its bytes are bad."""
         with self._lock:
             self._book.forget(name)
 

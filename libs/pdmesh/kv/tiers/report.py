@@ -30,7 +30,7 @@ class TierEvent(StrEnum):
     CORRUPT = "corrupt"  # the checksum or the header was wrong; the block is recomputed
     FAILED = "failed"  # the block was not read (and is recomputed), or it was not written
     LATE = "late"  # the block was still on its way when the request had to continue
-    DROPPED = "dropped"  # the block was not moved: no room, or too many blocks were waiting
+    DROPPED = "dropped"  # the block was not moved: no room, too many waiting, or the disk is off
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,10 @@
 """Brings a prompt's KV blocks into the host pool before the prompt is computed (S76, S77).
 
 The blocks come from files or from peers' pools. The file store and the KV index (which peer holds
-which blocks) are asked at the same time. Then all blocks that are worth loading
-(`core.kv.tiers.load_plan`) are loaded at the same time. The wait ends at the caller's deadline, or
-when the engine could have computed the blocks instead. The engine computes blocks that have not
-arrived by then. Their load continues, for the next request. A failure of a tier only means fewer
-blocks.
+which blocks) are asked at the same time. `core.kv.tiers.load_plan` chooses the blocks whose loading
+saves time, and these are loaded at the same time. The wait ends at the caller's deadline, or when
+the engine could have computed the blocks instead. The engine computes blocks that have not arrived
+by then. Their load continues, for the next request. A failure of a tier only means fewer blocks.
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ class TierStack:
         The caller believes that the engine holds the blocks before `first`, but the engine may have
         evicted some. The lease must follow directly on blocks of the engine. Therefore the lease
         also has blocks just before `first`, if the pool holds them. `find` returns the peers that
-        hold blocks of `names`, and must not raise. Raises only when cancelled.
+        hold blocks of `names`, and must not raise. `fetch` raises only when cancelled.
         """
         end = self._clock() + timeout_s
         plan, holdings = await self._plan(names, owner, first, end, find)

@@ -51,8 +51,8 @@ from pdmesh.kv.transport.ucx_worker import (
 log = structlog.get_logger(__name__)
 
 _MAX_FRAME = LENGTH.size + MAX_MESSAGE  # without the frame's header
-_AT_ONCE = 32 << 10  # a message of at least this size is sent immediately, without a copy
-MAX_CONNECTIONS = 4096  # incoming and outgoing ones together
+_AT_ONCE = 32 << 10  # a message of at least this size is sent immediately, without an extra copy
+MAX_CONNECTIONS = 4096  # at this number, incoming and outgoing ones together, peers are turned away
 _FLUSH_S = 0.2  # time to send the last messages, mostly acks
 _DRAIN_S = 2.0
 _MAX_OPENINGS = 8  # attempts to connect, if UCX ends the connection before the peer's welcome

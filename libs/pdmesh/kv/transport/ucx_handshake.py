@@ -1,6 +1,6 @@
 """The addresses and the opening messages by which two UCX transports connect without a listener.
 
-The address of a process has three parts: the UCX address of the worker, the handshake key, and a
+The address of a transport has three parts: the UCX address of the worker, the handshake key, and a
 random number that identifies the transport (its life). Peers get the address over the mesh's
 control channel. A peer connects by sending a hello to connection number 0. The hello contains a
 connection number, and the answer (a welcome) is sent to that number. Hello and welcome carry a

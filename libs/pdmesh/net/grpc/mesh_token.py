@@ -34,8 +34,8 @@ class TokenChannel(grpc.aio.Channel):
         self._inner = inner
         self._metadata = ((METADATA_KEY, token),)
 
-    # The types are Any because grpc-stubs does not type, for asyncio, the serializers that a stub
-    # passes and the callable that it gets.
+    # The types are Any because grpc-stubs has no asyncio types for the serializers that a stub
+    # passes and for the callable that it gets.
     def unary_unary(self, *args: Any, **options: Any) -> Any:
         return self._with_token(self._inner.unary_unary(*args, **options))
 

@@ -39,8 +39,8 @@ class SecureChannel(grpc.aio.Channel):
             old.close_when_idle(self._retired.discard)
         return self._link
 
-    # The types are Any because grpc-stubs does not type, for asyncio, the serializers that a stub
-    # passes and the callable that it gets.
+    # The types are Any because grpc-stubs has no asyncio types for the serializers that a stub
+    # passes and for the callable that it gets.
     def unary_unary(self, *args: Any, **options: Any) -> Any:
         return self._caller(lambda inner: inner.unary_unary(*args, **options))
 

@@ -1,4 +1,4 @@
-"""Bounds incoming gRPC messages: the senders, the time for each message, and the number at a time.
+"""Limits how many gRPC messages arrive at the same time, and how long each may take.
 
 gRPC reads the message of a unary call before it calls the handler, from any caller, and waits
 forever for the last byte. Thus a few connections could make a server hold gigabytes, by sending all
@@ -35,8 +35,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class Incoming:
     """Receives messages, at most `max_messages` at the same time.
 
-    When this bound is reached, the message that has been arriving for longest has only a little
-    more time.
+    If another message comes at this bound, the one that has been arriving for longest is refused,
+    but not before it has had `_GRACE_S`.
     """
 
     def __init__(

@@ -181,7 +181,7 @@ def adapter_board(bus: NatsBus) -> Board[RegisteredAdapter]:
 
 
 def out_of_service_board(bus: NatsBus) -> Board[OutOfService]:
-    """The leading master's list of instances kept out of service.
+    """The leading master's list of instances that are out of service.
 
     No heartbeat, incarnation or restart puts an instance back.
     """

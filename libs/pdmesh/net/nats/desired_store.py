@@ -79,8 +79,8 @@ class DesiredStore:
         that version, `known` counts as current, so that no version number is used twice.
 
         Raises VersionConflict if `expected_version` is given and is not the current version.
-        Otherwise any current version is replaced. If another writer applies a version at the same
-        time, this retries a few times.
+        Without it, any current version is replaced. If other writers apply versions at the same
+        time, this then retries a few times before it raises VersionConflict.
         """
         num_tries = 1 if expected_version is not None else _UNCONDITIONAL_TRIES
         after = DesiredVersion(text=text, author=author, reason=reason, canary_share=canary_share)

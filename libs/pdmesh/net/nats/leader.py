@@ -33,9 +33,9 @@ class LeaderElection:
     """One process's part in the election.
 
     `on_change(is_leader, epoch)` is called when the leadership of this process or its epoch
-    changes. The epoch is the number of a leadership. It grows with each election, but does not
-    count the elections, because it is at least the lease's revision, which renewals also raise.
-    `num_won` counts the elections that this process has won.
+    changes. The epoch is the number of a leadership. It grows with each election, mostly by more
+    than one, because it is at least the lease's revision, which renewals also raise. `num_won`
+    counts the elections that this process has won.
     """
 
     def __init__(

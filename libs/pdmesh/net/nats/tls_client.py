@@ -1,7 +1,7 @@
 """A client of nats-py for `tls://` addresses. It never sends credentials without TLS.
 
-nats-py itself obeys the server's first line, which an attacker in between may have written. If this
-line does not ask for TLS, nats-py sends the password in plain text.
+nats-py itself obeys the server's first line (INFO), which an attacker in between may have written.
+If this line does not ask for TLS, nats-py sends the password in plain text.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _PLAIN_TEXT: Final = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"})
 
 
 class TlsClient(Client):
-    """Connects whether the server begins with the TLS handshake or with its first line.
+    """Connects to servers that send their first line after the TLS handshake, or before it.
 
-    A server sends its first line after the handshake or before it, depending on its setting
-    `handshake_first`. The client tries with the handshake first, and then the other order. In both
-    orders, the handshake checks the server's certificate before the client sends CONNECT.
+    The order depends on the server's setting `handshake_first`. The client tries with the handshake
+    first, and then the other order. In both orders, the handshake checks the server's certificate
+    before the client sends CONNECT.
     """
 
     async def _process_connect_init(self) -> None:

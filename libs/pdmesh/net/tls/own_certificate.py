@@ -1,4 +1,4 @@
-"""The certificate of this process. All its servers and connections use it for mutual TLS."""
+"""The certificate of this process. Its gRPC servers and its connections use it for mutual TLS."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Own:
 
 
 def use_certificates(folder: CertificateFolder | None, *, nats_roles: bool = False) -> None:
-    """Set the certificates for all servers and connections of this process. None means no TLS.
+    """Set the certificates for the gRPC servers and the connections of this process. None: no TLS.
 
     Call this before the first server or connection is made. `nats_roles` says that NATS identifies
     processes by their certificates and gives each role its own permissions.
