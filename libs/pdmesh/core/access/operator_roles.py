@@ -81,11 +81,6 @@ NEEDED: Final[Mapping[str, AdminRole]] = MappingProxyType(
 )
 
 
-def changes(method: str) -> bool:
-    """Whether the method may change the mesh. Calls of such methods are audited."""
-    return NEEDED[method] > AdminRole.VIEWER
-
-
 def refusal(method: str, role: AdminRole | None, who: str) -> str:
     """Why `who` may not call this method. The result is empty if the call is allowed.
 

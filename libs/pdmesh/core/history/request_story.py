@@ -50,8 +50,10 @@ def stages(report: Mapping[str, Any], process: str, ended_at: float) -> Iterator
         decode = "a decode" if report.get("losses") else report.get("decode_id", "a decode")
         what = f"{decode} has the KV; it waited {waited_ms:.1f} ms, the KV took {kv_ms:.1f} ms"
         yield step(ttft_ms + waited_ms, what)
-    for loss in report.get("losses", ()):
-        yield step(_ms(loss, "at_ms"), _lost(loss))
+    losses = report.get("losses")
+    for loss in losses if isinstance(losses, list | tuple) else ():
+        if isinstance(loss, dict):  # the report comes from a log file, which people may edit
+            yield step(_ms(loss, "at_ms"), _lost(loss))
     ended = f"{report.get('outcome', 'ended')}: {_tokens(report.get('num_completion_tokens', 0))}"
     reason = report.get("reason")
     last = report.get("decode_id") or report.get("prefill_id")
@@ -60,10 +62,11 @@ def stages(report: Mapping[str, Any], process: str, ended_at: float) -> Iterator
 
 
 def _lost(loss: Mapping[str, Any]) -> str:
-    instances = ", ".join(map(str, loss.get("instances", ()))) or "no instance"
+    named = loss.get("instances")
+    instances = ", ".join(map(str, named)) if isinstance(named, list | tuple) else ""
     choice = f" of choice {loss['choice']}" if loss.get("choice") else ""
     cause = loss.get("cause", "no cause is told")
-    return f"lost {instances} after {_tokens(loss.get('num_tokens', 0))}{choice}: {cause}"
+    return f"lost {instances or 'no instance'} after {_tokens(loss.get('num_tokens', 0))}{choice}: {cause}"
 
 
 def _tokens(number: object) -> str:

@@ -31,3 +31,7 @@ def test_a_loss_is_a_step_and_a_report_of_nonsense_raises_nothing() -> None:
         "lost d-0 after 1 token: it is gone",
         "ended: 0 tokens",
     ]
+    for losses in (None, 3, "x", ["x", None], {"at_ms": 1.0}):
+        assert len(list(stages({"losses": losses}, "g", 1.0))) == 2
+    steps = list(stages({"losses": [{"instances": None}]}, "g", 1.0))
+    assert steps[1].what == "lost no instance after 0 tokens: no cause is told"
