@@ -63,10 +63,11 @@ def stages(report: Mapping[str, Any], process: str, ended_at: float) -> Iterator
 
 def _lost(loss: Mapping[str, Any]) -> str:
     named = loss.get("instances")
-    instances = ", ".join(map(str, named)) if isinstance(named, list | tuple) else ""
+    ids = named if isinstance(named, list | tuple) else ()
+    instances = ", ".join(map(str, ids)) or "no instance"
     choice = f" of choice {loss['choice']}" if loss.get("choice") else ""
     cause = loss.get("cause", "no cause is told")
-    return f"lost {instances or 'no instance'} after {_tokens(loss.get('num_tokens', 0))}{choice}: {cause}"
+    return f"lost {instances} after {_tokens(loss.get('num_tokens', 0))}{choice}: {cause}"
 
 
 def _tokens(number: object) -> str:
