@@ -2,12 +2,14 @@
 
     python -m loadtests.gateway.chats --out loadtests/results/chats-2026-11-24
 
-The report compares prefill and decode apart with one instance for both. It also compares meshes
-without host pools (which keep KV in host memory), with host pools, and with host pools to which a
-decode also sends the KV of its answers (ADR 0041). Conversations run turn by turn through the
-OpenAI endpoint of a mesh of sim instances, as users' conversations do. Most of each prompt repeats
-earlier turns. Reused tokens are those that the API reports as cached. A busy machine does not
-change their number, but it changes the times to first token.
+The report compares a mesh of a prefill and a decode with one of a fusion instance, which does both.
+It also compares meshes without host pools (which keep KV in host memory), with host pools, and with
+host pools to which a decode also sends the KV of its answers (ADR 0041).
+
+Conversations run turn by turn through the OpenAI endpoint of a mesh of sim instances, as users'
+conversations do. Most of each prompt repeats earlier turns. Reused tokens are those that the API
+reports as cached. A busy machine does not change their number, but it changes the times to first
+token.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ class Row:
     """A result. Numbers of tokens are means over the turns after the first, and `ttft_ms` is the
     median of these turns.
 
-    `num_names` is the number of block names in the master's index at the end.
+    `num_names` is the number of entries in the master's index at the end. A block has one entry for
+    each instance and tier that holds it.
     """
 
     roles: str
@@ -82,7 +85,7 @@ class Row:
     computed_tokens: float
     ttft_ms: float
     num_names: int
-    index_bytes: int  # of the block names in the index, 16 bytes each
+    index_bytes: int  # of the entries of the index, 16 bytes each
 
 
 def _spec(variant: Variant) -> MeshSpec:
@@ -154,8 +157,9 @@ async def _converse(
 
 
 async def _num_names(client: httpx.AsyncClient, mesh: Mesh) -> int:
-    """How many block names the master's index has. The function waits for half a second, so that
-    the index is up to date.
+    """The number of entries in the master's index.
+
+    The function waits for half a second, so that the index is up to date.
     """
     await asyncio.sleep(0.5)
     answer = await client.get(f"http://{mesh.ops_address('master-scheduler')}/metrics")

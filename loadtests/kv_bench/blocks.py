@@ -1,11 +1,17 @@
 """What a transfer block by block costs, by the size of a block; writes
 `loadtests/results/kv-blocks-<date>.{csv,md}` (S59, S60).
 
-The same bytes are moved in blocks of each size on one pair of processes. There are three ways: one
-block at a time, each after the ack of the block before; with 32 blocks in flight; and block-free,
-as in `python -m loadtests.kv_bench`. The KV of SmolLM2 is moved as well, in vLLM's blocks of 16
-tokens with K and V of a layer together. The wire's rate is measured with a single payload on one
-connection. Utilisation is the share of this rate that a transfer reaches.
+The same bytes are moved in blocks of several sizes. Each transport has one pair of processes. There
+are four ways to move the bytes:
+
+- one block at a time, each after the ack of the block before;
+- blocks one after the other, with up to 32 in flight;
+- two ways that gather the blocks into a contiguous buffer and send that, as the product does: the
+  whole model at once, or layer by layer.
+
+The KV of SmolLM2 is moved as well, in vLLM's blocks of 16 tokens with K and V of a layer together.
+The wire's rate is measured with a single payload on one connection. Utilisation is the share of
+this rate that a transfer reaches.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from pdmesh.core.suggestion import suggestion
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Reports an unknown option with the usage of the command after which it was given."""
+    """Refuses an unknown option, and shows the usage of the subcommand that got the option."""
 
     def parse_known_args(  # type: ignore[override]  # argparse overloads it by its second argument
         self, args: Sequence[str] | None = None, namespace: Any = None

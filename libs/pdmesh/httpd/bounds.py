@@ -20,9 +20,10 @@ class Bounds:
     receive_timeout_s: float
     max_connections: int
     max_connections_per_ip: int
-    # If true, a full listener drops connections for a new one: of the new one's address if this
-    # address is at its own limit, or else of the address that has most. Connections without a
-    # request go first, and older ones before newer ones.
+    # If true, old connections are dropped to make room for a new one. If the address of the new one
+    # is at its own limit, only connections of this address are dropped. Otherwise, those of the
+    # address with the most connections are. Connections without a request go first, and older
+    # ones before newer ones.
     makes_room: bool = False
     num_by_ip: Counter[str] = field(default_factory=Counter)
     num_open: int = 0

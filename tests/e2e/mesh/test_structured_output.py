@@ -123,7 +123,7 @@ def check(outcomes: list[StreamOutcome], tokenizer: Tokenizer) -> None:
     for number, outcome in enumerate(outcomes):
         assert outcome.fault_in_ending() == ""
         if not outcome.is_complete:
-            continue  # two instances died during this request
+            continue  # the stream ended with an error or was cut; few may
         text = tokenizer.decode(outcome.token_ids, skip_special_tokens=True)
         assert outcome.text == text.rstrip("\ufffd"), number
         if outcome.finish_reason == "stop":

@@ -3,8 +3,9 @@
 A group is a set of instances that serve one scenario, a kind of requests. An instance is charged to
 its group from its assignment to its release, including set-up and drain. When a group is lent to a
 pool, its instances become blank, that is, without a role. The account of the group and the pool is
-then charged for the same number of blank instances. All other blank instances are charged to the
-pool `free`. So the sum of all accounts is the time of the whole fleet.
+then charged for as many blank instances as the group has, or for all of them if there are fewer.
+All other blank instances are charged to the pool `free`. So the sum of all accounts is the time of
+the whole fleet.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ FREE_POOL: Final = "free"
 class Account:
     """A group's account, or the account of the pool that has borrowed the group.
 
-    If `pool` is empty, the instances serve. If `group_id` is empty, the account is `FREE`, or the
-    sum of accounts that had no instances any more.
+    If `pool` is empty, the instances are assigned to the group. If `group_id` is empty, the account
+    is `FREE`, or the account to which `UsageBook` adds the time of accounts without instances.
     """
 
     service: str

@@ -28,7 +28,7 @@ _METADATA: Final = "__metadata__"
 
 
 class WeightsUnreadable(EngineFailed):
-    """A weight file or the index is missing, damaged, not supported or cannot be read.
+    """A weight file is missing, damaged, unsupported or unreadable, or the files' index is.
 
     The message names the file.
     """

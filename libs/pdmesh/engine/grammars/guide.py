@@ -62,7 +62,10 @@ class Guide:
         return token_id == self._eos_token if is_complete else self.matcher.consume_token(token_id)
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
-        """The number of leading tokens of `token_ids` that may come next."""
+        """The number of leading tokens of `token_ids` that may come next.
+
+        Once the grammar is complete, no constrained token is counted, although EOS may come.
+        """
         after = list(self._start.after(token_ids))
         self._start.take_back(len(token_ids))
         num_before = len(token_ids) - len(after)

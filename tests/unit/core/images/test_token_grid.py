@@ -1,4 +1,4 @@
-"""The grid of tokens for an image, in a model that reads images in rows."""
+"""Tests the grid of tokens, in rows and columns, that an image becomes in models like Qwen2-VL."""
 
 from __future__ import annotations
 
