@@ -102,15 +102,19 @@ async def test_clients_who_leave_before_a_whole_answer_leave_no_image(
     mesh: GatewayMesh, door: str
 ) -> None:
     path, body = asked(door)
+    all_held = asyncio.Event()
 
     async def leave() -> None:
         async with httpx.AsyncClient(base_url=mesh.url) as client:
             asking = asyncio.create_task(client.post(path, json=body, timeout=60))
-            await until(lambda: num_held(mesh) == NUM_CLIENTS * len(DATA))
+            await all_held.wait()
             asking.cancel()
             await asyncio.wait([asking])
 
-    await asyncio.gather(*(leave() for _ in range(NUM_CLIENTS)))
+    leaving = [asyncio.create_task(leave()) for _ in range(NUM_CLIENTS)]
+    await until(lambda: num_held(mesh) == NUM_CLIENTS * len(DATA))
+    all_held.set()
+    await asyncio.gather(*leaving)
     await until(lambda: not mesh.gateway.frontend.num_calls)
     await until(lambda: not num_held(mesh))
 
