@@ -6,8 +6,8 @@ tests into the folder.
 
 Each requirement and fault has a number, such as S24. A number is proved at one of the `LEVELS` if
 some of its tests at this level passed and none failed. The page names the day on which they passed.
-A test that was skipped or never ran proves nothing. An earlier result stays until the tests run
-again.
+A test that was skipped or never ran proves nothing. An earlier result stays until one of the
+number's tests at this level runs again.
 """
 
 from __future__ import annotations

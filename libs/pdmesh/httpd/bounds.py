@@ -11,6 +11,9 @@ from typing import Final
 # are allowed, but a long body in chunks of one byte is not.
 _BODY_BYTES_A_FRAMING_BYTE: Final = 8
 
+# An address with more than this share of its limit gives up its connections first.
+_CROWDED_SHARE: Final = 0.25
+
 CutOff = Callable[[], None]  # closes the connection
 
 
@@ -22,8 +25,8 @@ class Bounds:
     max_connections_per_ip: int
     # If true, old connections are dropped to make room for a new one. If the address of the new one
     # is at its own limit, only connections of this address are dropped. Otherwise, those of the
-    # address with the most connections are. Connections without a request go first, and older
-    # ones before newer ones.
+    # address with the most connections are, if these are many. Connections without a request go
+    # first, and older ones before newer ones.
     makes_room: bool = False
     num_by_ip: Counter[str] = field(default_factory=Counter)
     num_open: int = 0
@@ -69,14 +72,21 @@ class Bounds:
         )
 
     def _make_room(self, ip: str) -> bool:
+        """Drop connections until there is room for one of `ip`. False if there is none."""
         if not self.makes_room:
             return False
-        # An address that is at its own limit must not cost other addresses their connections.
-        is_at_limit = self.num_by_ip[ip] >= self.max_connections_per_ip
-        crowded = ip if is_at_limit else max(self.num_by_ip, key=self.num_by_ip.__getitem__)
+        crowded = self._crowded(ip)
         for cut_off, address in [*self.waiting.items(), *self.answering.items()]:
-            if address == crowded:
+            if crowded in {"", address}:
                 cut_off()
                 if self._has_room(ip):
                     return True
         return False
+
+    def _crowded(self, ip: str) -> str:
+        """The address that must give up connections for one of `ip`. Empty: any address may."""
+        if self.num_by_ip[ip] >= self.max_connections_per_ip:
+            return ip
+        most = max(self.num_by_ip, key=self.num_by_ip.__getitem__)
+        is_crowded = self.num_by_ip[most] > self.max_connections_per_ip * _CROWDED_SHARE
+        return most if is_crowded else ""

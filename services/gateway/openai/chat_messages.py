@@ -179,6 +179,17 @@ def messages_of(messages: Sequence[ChatMessage], image_mark: str = "") -> list[M
     return plain
 
 
+def lasting(message: ChatMessage) -> ChatMessage:
+    """The part of a message that all requests of a chat repeat: all but an agent's billing line."""
+    content = message.content
+    if message.role != "system" or _BILLING_LINE not in str(content):
+        return message
+    if isinstance(content, str):
+        return msgspec.structs.replace(message, content="".join(_without_billing_line(content)))
+    texts = _without_billing_line([part.text or "" for part in content or ()])
+    return msgspec.structs.replace(message, content=[ContentPart("text", t) for t in texts])
+
+
 def _call_of(call: ToolCall, where: str) -> dict[str, object]:
     assert call.function is not None
     arguments = _arguments_of(call.function.arguments, f"{where}.function.arguments")

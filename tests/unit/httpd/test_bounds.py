@@ -55,6 +55,16 @@ def test_a_full_listener_drops_a_connection_of_the_address_that_has_most() -> No
     assert (listener.dropped, listener.refused) == (["flood.1"], [])
 
 
+def test_among_many_addresses_connections_without_a_request_are_dropped_first() -> None:
+    """No address has many connections, so the two of a node's probes are not dropped for that."""
+    listener = Listener(most=6, most_per_ip=8)
+    listener.open("probe.live", "probe.ready", "a.1", "b.1", "c.1", "d.1")
+    for name in ("probe.live", "probe.ready"):
+        listener.answer(name)
+    listener.open("e.1", "f.1")
+    assert (listener.dropped, listener.refused) == (["a.1", "b.1"], [])
+
+
 def test_connections_that_are_being_answered_are_dropped_last() -> None:
     listener = Listener(most=10, most_per_ip=3)
     listener.open("a.1", "a.2", "a.3")

@@ -10,6 +10,7 @@ another instance serves in the place of a dead process.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -101,7 +102,8 @@ class Trouble:
     num_moved: int = 0  # requests that continued elsewhere
     num_failed: int = 0  # requests that failed after they lost the instance
     is_dead: bool = False
-    successor: str = ""
+    successor: str = ""  # the instance that takes the place of the process
+    is_replaced: bool = False  # the successor serves
 
     def note(self, at: float, what: str) -> None:
         if len(self.steps) < MAX_STEPS and (not self.steps or self.steps[-1][1] != what):
@@ -115,6 +117,60 @@ class Trouble:
         """Whether an event at time `at` may still belong to the incident."""
         return not self.ended_at or at - self.ended_at < _TOGETHER_S
 
+    def step(self, event: MemberStepped, at: float) -> None:
+        """Note a step of the master with the process, or with its successor."""
+        if event.replaces == self.instance_id:
+            self.successor, self.is_replaced = event.instance_id, False
+            role = f" as {event.role}" if event.role else ""
+            self.note(at, f"{event.instance_id} takes its place{role} in {event.group_id}")
+        elif event.incarnation == self.incarnation and event.instance_id == self.instance_id:
+            self.note(at, f"group {event.group_id}: {event.step.replace('_', ' ')}")
+        elif event.step == "serving" and event.instance_id == self.successor:
+            self.is_replaced = True
+            self.note(at, f"{self.successor} serves in its place")
+
+
+@dataclass(slots=True)
+class _EarlySteps:
+    """Steps of the master that wait for the verdict that opens their incident.
+
+    The master and the health-monitor publish independently, so a step may arrive first. Each step
+    waits with its time and the name of the instance whose incident it belongs to.
+    """
+
+    _waiting: deque[tuple[float, str, MemberStepped]] = field(
+        default_factory=lambda: deque(maxlen=_MAX_EARLY)
+    )
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, about: str, event: MemberStepped, now: float) -> None:
+        self._waiting.append((now, about, event))
+
+    def add_serving(self, event: MemberStepped, now: float) -> None:
+        """Add the step to those of each instance that the serving instance replaces."""
+        replaced = {e.replaces for _, _, e in self._waiting if e.instance_id == event.instance_id}
+        for about in sorted(replaced - {""}):
+            self.add(about, event, now)
+
+    def take(self, trouble: Trouble, now: float) -> Iterator[tuple[float, MemberStepped]]:
+        """Remove the steps about the incident's instance, and yield those about its incarnation.
+
+        These begin with the loss of the incarnation. A step without a loss before it belongs to an
+        orderly departure.
+        """
+        waiting, is_its = [*self._waiting], False
+        self._waiting.clear()
+        for at, about, event in waiting:
+            if about != trouble.instance_id:
+                self._waiting.append((at, about, event))
+                continue
+            if event.step == "lost":
+                is_its = event.incarnation == trouble.incarnation
+            if is_its and now - at <= _TOGETHER_S:
+                yield at, event
+
 
 @dataclass(slots=True)
 class IncidentBook:
@@ -124,11 +180,7 @@ class IncidentBook:
     # Requests often notice a death before the health-monitor does. For each lost instance: the time
     # of the last loss, and how many requests moved and failed.
     _lost: OrderedDict[str, tuple[float, int, int]] = field(default_factory=OrderedDict)
-    # The master and the health-monitor publish independently, so a step may arrive before the
-    # verdict that opens its incident. Such steps wait here, each with its time.
-    _early: deque[tuple[float, MemberStepped]] = field(
-        default_factory=lambda: deque(maxlen=_MAX_EARLY)
-    )
+    _early: _EarlySteps = field(default_factory=_EarlySteps)
 
     def handle(self, event: IncidentEvent, now: float) -> None:
         """`now` is in seconds since 1970."""
@@ -169,6 +221,8 @@ class IncidentBook:
             trouble.note(now, f"judged {event.health}: {why}")
             trouble.cause = f"{event.health}: {why}"
             trouble.is_dead = event.health == "dead"
+            if trouble.is_dead and trouble.is_replaced:
+                trouble.ended_at = now
 
     def _recovered(self, event: HealthTurned, why: str, now: float) -> None:
         for trouble in self._open(event.instance_id):
@@ -193,19 +247,22 @@ class IncidentBook:
         own = [trouble for trouble in near if trouble.incarnation == event.incarnation]
         replaced = self._near(event.replaces, now)[-1:]
         for trouble in [*own, *replaced]:
-            _note_step(trouble, event, now)
-        if (event.step == "lost" and not own) or (event.replaces and not replaced):
-            self._early.append((now, event))
+            trouble.step(event, now)
+        # If these incidents have ended, the step may belong to one that the next verdict opens.
+        if event.step == "lost" and all(trouble.ended_at for trouble in own):
+            self._early.add(event.instance_id, event, now)
+        if event.replaces and all(trouble.ended_at for trouble in replaced):
+            self._early.add(event.replaces, event, now)
         if event.step == "serving":
-            self._on_successor(event.instance_id, now)
+            self._early.add_serving(event, now)
+            self._on_successor(event, now)
 
-    def _on_successor(self, instance_id: str, now: float) -> None:
-        what = f"{instance_id} serves in its place"
+    def _on_successor(self, event: MemberStepped, now: float) -> None:
         for trouble in self._troubles.values():
-            if trouble.successor == instance_id and trouble.is_near(now):
-                trouble.note(now, what)
+            if trouble.successor == event.instance_id and trouble.is_near(now):
+                trouble.step(event, now)
                 if trouble.is_dead and not trouble.ended_at:
-                    trouble.end(now, what)
+                    trouble.ended_at = now
 
     def _on_request(self, request: EndedRequest, now: float) -> None:
         has_failed = request.outcome == "failed"
@@ -227,15 +284,11 @@ class IncidentBook:
             trouble = self._troubles[key] = Trouble(instance_id, incarnation, now, cause)
             if now - self._lost.get(instance_id, (now, 0, 0))[0] <= _TOGETHER_S:
                 self._count(trouble)
-            self._note_early_steps(trouble, now)
+            for at, step in self._early.take(trouble, now):
+                trouble.step(step, at)
         if len(self._troubles) > MAX_INCIDENTS:
             self._troubles.popitem(last=False)
         return trouble
-
-    def _note_early_steps(self, trouble: Trouble, now: float) -> None:
-        for at, event in [*self._early]:
-            if now - at <= _TOGETHER_S and _note_step(trouble, event, at):
-                self._early.remove((at, event))
 
     def _count(self, trouble: Trouble) -> None:
         """Add the requests that lost the instance and are not counted yet."""
@@ -250,16 +303,3 @@ class IncidentBook:
     def _near(self, instance_id: str, now: float) -> list[Trouble]:
         every = self._troubles.values()
         return [t for t in every if t.instance_id == instance_id and t.is_near(now)]
-
-
-def _note_step(trouble: Trouble, event: MemberStepped, at: float) -> bool:
-    """Add a step of the master, and return whether it is about the incident's process."""
-    if (event.instance_id, event.incarnation) == (trouble.instance_id, trouble.incarnation):
-        trouble.note(at, f"group {event.group_id}: {event.step.replace('_', ' ')}")
-        return True
-    if event.replaces == trouble.instance_id:
-        trouble.successor = event.instance_id
-        role = f" as {event.role}" if event.role else ""
-        trouble.note(at, f"{event.instance_id} takes its place{role} in {event.group_id}")
-        return True
-    return False

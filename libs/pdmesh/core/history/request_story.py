@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 MAX_STEPS: Final = 200
+_MAX_MS: Final = 1e12  # of a time in a report
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,4 +77,6 @@ def _tokens(number: object) -> str:
 
 def _ms(report: Mapping[str, Any], name: str) -> float:
     value = report.get(name)
-    return float(value) if isinstance(value, int | float) else 0.0
+    if isinstance(value, int | float) and abs(value) < _MAX_MS:  # false for NaN, too
+        return float(value)
+    return 0.0

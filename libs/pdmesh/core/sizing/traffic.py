@@ -129,10 +129,8 @@ def _lognormal(field: str, text: str, points: Sequence[float]) -> list[float]:
     # `sigma` is the smaller root.
     ratio = math.log(high / middle)
     if ratio <= 0 or z * z < 2 * ratio:
-        most = math.exp(z * z / 2)
-        raise SizingProblem(
-            field, f"p99 must be more than the mean, and at most {most:.0f} times it"
-        )
+        most = math.floor(10 * math.exp(z * z / 2)) / 10
+        raise SizingProblem(field, f"p99 must be more than the mean, and at most {most} times it")
     sigma = z - math.sqrt(z * z - 2 * ratio)
     mu = math.log(middle) - sigma * sigma / 2
     drawn = [math.exp(mu + sigma * NormalDist().inv_cdf(p)) for p in points]

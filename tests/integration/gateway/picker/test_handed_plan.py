@@ -96,6 +96,31 @@ async def test_a_picker_plans_for_the_length_that_its_gateway_allows(
     assert len(site.master.queries) == 1
 
 
+@pytest.mark.parametrize("is_list", [False, True])
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
+async def test_an_agent_s_billing_line_does_not_change_the_key_of_its_chat(
+    site: PickedSite, path: str, is_list: bool
+) -> None:
+    """Coding agents send a different line with each request."""
+
+    async def key(line: str, told: str) -> bytes:
+        texts = [line, told] if is_list else [f"{line}\n{told}"]
+        parts = [{"type": "text", "text": text} for text in texts]
+        system: Any = parts if is_list else texts[0]
+        messages: list[Any] = [{"role": "user", "content": "abc"}]
+        body: dict[str, Any] = {"model": "tiny", "max_tokens": 4, "messages": messages}
+        if path == "/v1/messages":
+            body["system"] = system
+        else:
+            messages.insert(0, {"role": "system", "content": system})
+        placing = Placing(site.gateways[0].frontend, is_strict=False)
+        return (await placing.place(path, json.dumps(body).encode(), ANYONE)).key
+
+    one = await key("x-anthropic-billing-header: 1;", "Be kind.")
+    assert await key("x-anthropic-billing-header: 2;", "Be kind.") == one
+    assert await key("x-anthropic-billing-header: 1;", "Be brief.") != one
+
+
 async def test_a_used_plan_is_not_used_again(site: PickedSite) -> None:
     header = HandedPlans(SECRET.encode()).issue(await plan_of(site, "abc"))
     first, second = await ask(site, header), await ask(site, header)

@@ -64,14 +64,16 @@ def test_a_death_ends_when_another_instance_serves_in_its_place() -> None:
     ]
 
 
+LOST = MemberStepped("d-0", 1, "lost", "chat")
+ASSIGNED = MemberStepped("i-7", 5, "assigned", "chat", "decode", "d-0")
+SERVING = MemberStepped("i-7", 5, "serving", "chat", "decode")
+SUSPECT = HealthTurned("d-0", 1, "suspect", "heartbeat_missed")
+WELL = HealthTurned("d-0", 1, "healthy", "heartbeat_resumed")
+
+
 def test_steps_that_arrive_before_the_verdict_belong_to_the_incident_that_it_opens() -> None:
     """The master and the health-monitor notice a death independently of each other."""
-    (trouble,) = after(
-        (10.0, MemberStepped("d-0", 1, "lost", "chat")),
-        (10.1, MemberStepped("i-7", 5, "assigned", "chat", "decode", "d-0")),
-        (10.2, DEAD),
-        (10.9, MemberStepped("i-7", 5, "serving", "chat", "decode")),
-    )
+    (trouble,) = after((10.0, LOST), (10.1, ASSIGNED), (10.2, DEAD), (10.9, SERVING))
     assert trouble.steps == [
         (10.0, "group chat: lost"),
         (10.1, "i-7 takes its place as decode in chat"),
@@ -81,10 +83,43 @@ def test_steps_that_arrive_before_the_verdict_belong_to_the_incident_that_it_ope
     assert trouble.ended_at == 10.9
 
 
+def test_if_the_successor_serves_already_the_verdict_ends_the_incident() -> None:
+    (trouble,) = after((10.0, LOST), (10.1, ASSIGNED), (10.2, SERVING), (10.3, DEAD))
+    assert whats(trouble)[-2:] == ["i-7 serves in its place", "judged dead: its lease ended"]
+    assert trouble.ended_at == 10.3
+    (trouble,) = after((10.0, SUSPECT), (10.1, ASSIGNED), (10.2, SERVING), (10.3, DEAD))
+    assert trouble.ended_at == 10.3
+
+
+def test_early_steps_wait_although_an_earlier_incident_of_the_process_has_just_ended() -> None:
+    (trouble,) = after(
+        (1.0, SUSPECT), (2.0, WELL), (10.0, LOST), (10.1, ASSIGNED), (10.2, DEAD), (11.0, SERVING)
+    )
+    assert whats(trouble)[:2] == ["group chat: lost", "i-7 takes its place as decode in chat"]
+    assert trouble.ended_at == 11.0
+
+
+def test_an_early_step_is_shown_although_its_successor_has_an_incident_of_its_own() -> None:
+    fault = FaultTurned("i-7", 5, 1, ("slow",), "ignore")
+    found = after((10.0, LOST), (10.1, ASSIGNED), (10.15, fault), (10.2, DEAD), (11.0, SERVING))
+    (trouble,) = [each for each in found if each.instance_id == "d-0"]
+    assert (trouble.successor, trouble.ended_at) == ("i-7", 11.0)
+
+
+def test_the_successor_of_a_process_that_left_in_order_replaces_no_later_process() -> None:
+    left, back = (
+        HealthTurned("d-0", n, "healthy", c) for n, c in ((1, "deregistered"), (2, "new"))
+    )
+    dead = HealthTurned("d-0", 2, "dead", "lease_expired")
+    (trouble,) = after((10.0, ASSIGNED), (11.0, left), (20.0, back), (40.0, dead), (45.0, SERVING))
+    assert whats(trouble) == ["judged dead: its lease ended"]
+    assert (trouble.successor, trouble.ended_at) == ("", 0.0)
+
+
 def test_an_early_step_of_another_incarnation_or_of_long_ago_is_not_shown() -> None:
     (trouble,) = after((1.0, MemberStepped("d-0", 7, "lost", "chat")), (2.0, DEAD))
     assert whats(trouble) == ["judged dead: its lease ended"]
-    (trouble,) = after((1.0, MemberStepped("d-0", 1, "lost", "chat")), (100.0, DEAD))
+    (trouble,) = after((1.0, LOST), (100.0, DEAD))
     assert whats(trouble) == ["judged dead: its lease ended"]
 
 

@@ -33,5 +33,7 @@ def test_a_loss_is_a_step_and_a_report_of_nonsense_raises_nothing() -> None:
     ]
     for losses in (None, 3, "x", ["x", None], {"at_ms": 1.0}):
         assert len(list(stages({"losses": losses}, "g", 1.0))) == 2
+    for e2e_ms in (float("nan"), float("inf"), 10**400, -1e300):
+        assert {step.at for step in stages({"e2e_ms": e2e_ms}, "g", 1.0)} == {1.0}
     steps = list(stages({"losses": [{"instances": None}]}, "g", 1.0))
     assert steps[1].what == "lost no instance after 0 tokens: no cause is told"
