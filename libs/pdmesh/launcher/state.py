@@ -70,7 +70,10 @@ def write(state_dir: Path, state: MeshState) -> None:
 
 
 def read(state_dir: Path) -> MeshState | None:
-    """Read the state of a mesh. Returns None if no launcher runs here. Raises MeshError."""
+    """Read the state of a mesh. Raises MeshError.
+
+    Returns None if no launcher runs here, or if it has not written its state yet.
+    """
     if not is_locked(state_dir):
         return None
     file = mesh_file(state_dir)

@@ -104,7 +104,7 @@ def labels_of(metric: str) -> tuple[str, ...]:
 
 
 def check(metric: str, labels: Iterable[str]) -> None:
-    """Raises AssertionError for a label that the table lacks."""
+    """Raises AssertionError if a metric of ours has a label that the table does not list for it."""
     if metric.startswith(_OURS):
         unknown = set(labels) - set(labels_of(metric))
         assert not unknown, f"{metric} has no label {sorted(unknown)}: see telemetry/labels.py"

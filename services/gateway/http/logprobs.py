@@ -21,7 +21,7 @@ _LEAST: Final = -9999.0  # the logarithm written for a probability of 0, as JSON
 _utf8: Final = getincrementaldecoder("utf-8")
 _INCOMPLETE: Final = "\ufffd"
 _MAX_BYTES: Final = 4  # of one character in UTF-8
-# A drawn token with its log probability, and the likeliest tokens at its position.
+# A token of the prompt or the answer with its log probability, and the likeliest tokens there.
 _Entry = tuple[int, float, Sequence[int], Sequence[float]]
 
 
@@ -97,9 +97,9 @@ class LogprobWriter:
         return {"token": self._spelt(token_id), "logprob": max(logprob, _LEAST), "bytes": list(own)}
 
     def _top(self, entry: _Entry) -> dict[str, float]:
-        """The log probabilities of the drawn token and of the likeliest tokens, by text.
+        """The log probabilities of the entry's token and of the likeliest tokens, by text.
 
-        If several tokens have the same text, the drawn token is used, or else the likeliest.
+        If several tokens have the same text, the entry's token is used, or else the likeliest.
         """
         token_id, logprob, top_ids, top_logprobs = entry
         found = {self._spelt(token_id): max(logprob, _LEAST)}

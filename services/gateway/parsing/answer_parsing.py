@@ -45,9 +45,9 @@ from pdmesh.services.gateway.text.tokenizer import Tokenizer
 
 log = structlog.get_logger(__name__)
 
-# The number of tokens to feed at once. The time of some parsers grows with the square of an
-# answer's length. So a long answer is fed in pieces when a new process gets all of its tokens.
-# Other choices are served between the pieces, and each piece has its own time limit.
+# The number of tokens to feed at once. A new process gets all tokens of a long answer, and the time
+# of some parsers grows with the square of the answer's length. The tokens are fed in pieces, so
+# that other choices are served in between and each piece has its own time limit.
 _PIECE: Final = 64
 _MAX_DEATHS: Final = 2  # deaths of the parser process over the same choice or request
 _choices: Final = itertools.count(1)
@@ -245,7 +245,7 @@ class CallParser:
         choice = self._choices[delta.index]
         is_end = delta.is_last and delta.finish_reason is not None
         if not delta.token_ids and (not delta.is_last or not choice.token_ids):
-            return [delta]  # there are no new tokens, or no instance drew the text
+            return [delta]  # no new tokens, or the scenario's default text, which has none
         while True:
             try:
                 found = await self._fed(choice, delta.token_ids, is_end=is_end)

@@ -58,7 +58,7 @@ def lacks_tls(host: str, *, has_tls: bool, is_trusted: bool) -> bool:
 
 
 def lacks_mesh_token(host: str, *, has_token: bool, has_tls: bool) -> bool:
-    """Whether a port for the mesh's own processes has neither TLS nor the mesh's token.
+    """Whether a port for the mesh's own processes needs TLS or the mesh's token, and has neither.
 
     With TLS, a caller shows a certificate. Without TLS, a caller must show the token.
     """
@@ -75,7 +75,11 @@ def lacks_secret(host: str, *, has_own_secret: bool) -> bool:
 
 
 def is_page_local(*, has_tls: bool, is_trusted: bool) -> bool:
-    """Whether the operators' page serves only this machine. The page itself has no TLS."""
+    """Whether the operators' page serves only this machine.
+
+    `has_tls` means that the mesh's ports use TLS. The page has no TLS of its own, so in such a mesh
+    it serves other machines only if the operator trusts the network.
+    """
     return has_tls and not is_trusted
 
 

@@ -1,9 +1,9 @@
 """Decides whether a planned move is done, has failed, or waits for instances (S21, S28).
 
 A move changes one or two groups. It is done when each of these groups serves with its new counts of
-instances. The group controller, which changes the groups, works on its own copy of the desired
-state, the groups that the mesh should have. So its report about a group counts only after that copy
-has the new counts.
+instances, or is gone if the move removes it. The group controller, which changes the groups, works
+on its own copy of the desired state, the groups that the mesh should have. So its report about a
+group counts only after that copy has the new counts.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def window_size(dp_size: int, queue_depth: int) -> int:
 
 
 def padding_waste(lengths: Sequence[int]) -> float:
-    """The share of wasted computation in a lockstep batch: (longest * n - sum) / sum."""
+    """The wasted computation of a lockstep batch over the useful one: (longest * n - sum) / sum."""
     total = sum(lengths)
     return (max(lengths) * len(lengths) - total) / total if total else 0.0
 
@@ -52,9 +52,9 @@ class LengthWindow:
     _passed: dict[int, int] = field(default_factory=dict)
 
     def take(self, queue: Sequence[Place]) -> list[int]:
-        """Choose the next batch from `queue`, which is in the order without batching.
+        """Choose the next batch from `queue`, and return the numbers of its prompts.
 
-        Returns the numbers of the prompts.
+        The queue has the order in which the prompts would begin without batching.
         """
         window = queue[: min(MAX_WINDOW, window_size(self.dp_size, len(queue)))]
         if len(window) <= self.dp_size:

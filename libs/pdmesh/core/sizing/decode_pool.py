@@ -16,7 +16,8 @@ from pdmesh.core.instance.step_time_law import Law
 from pdmesh.core.sizing.queueing import above, quantile_of
 from pdmesh.core.sizing.traffic import RequestLengths, Traffic, mean
 
-# The most states of the queue. With more sequences, one state stands for several numbers of them.
+# The queue has fewer than twice this many states. If the pool can run more sequences, each state
+# stands for a range of sequence counts.
 _MAX_STATES: Final = 300
 
 
@@ -96,9 +97,9 @@ class NextTokens:
     """The time per token, after the first token.
 
     Three tuples have one value for each sampled request. `deviations` and `skews` have the standard
-    deviation and the skewness of the request's time per token. `extra_s` has the time that delays
-    at the beginning of its answer add to each token. No request has a mean time per token above
-    `slowest_s`.
+    deviation and the skewness of the request's time per token. A request may be delayed at the
+    beginning of its answer. `extra_s` has this delay, divided by the number of the answer's tokens.
+    No request has a mean time per token above `slowest_s`.
     """
 
     mean_s: float
@@ -166,7 +167,7 @@ def no_tokens(most: int, steps: float) -> NextTokens:
 
 
 def averaged(lives: float) -> float:
-    """The share of the batch's variance that remains in its mean over a period.
+    """The variance of the batch size averaged over a period, over its variance at one moment.
 
     The period is `lives` times the mean duration of a request.
     """

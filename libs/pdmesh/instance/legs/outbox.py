@@ -147,7 +147,7 @@ class Outbox:
         return self.num_pending > 0
 
     def flush(self) -> None:
-        """Wake the writer. If the writer has taken nothing for too long, cut the session."""
+        """Wake the writer. If too much output waits, or waits for too long, cut the session."""
         if self.is_closed:
             return
         now = self._clock()

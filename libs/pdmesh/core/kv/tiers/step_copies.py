@@ -22,11 +22,12 @@ from pdmesh.core.kv.tiers.owner import owner_of
 
 @dataclass(frozen=True, slots=True)
 class PoolLoad:
-    """Copies blocks of a lease, from block `first` on, to `block_ids`.
+    """Copies blocks of a lease to `block_ids`.
 
-    `leg`, a request's stay on this instance, identifies the lease. `block_ids` has ids by cache
-    group, a set of layers that need the same blocks. If a group does not need a block, the id is
-    `NULL_BLOCK`. Empty `block_ids` only end the lease.
+    `first` is the position in the prompt of the first block to copy. `leg`, a request's stay on
+    this instance, identifies the lease. `block_ids` has ids by cache group, a set of layers that
+    need the same blocks. If a group does not need a block, the id is `NULL_BLOCK`. Empty
+    `block_ids` only end the lease.
     """
 
     leg: int

@@ -34,7 +34,7 @@ class VllmPoolingConfig:
     max_model_len: int = 4096
     weights_loader: WeightsLoader = WeightsLoader.AUTO
     engine_args: EngineArgs = field(default_factory=dict)  # more of vLLM's arguments
-    max_num_batched_tokens: int = 0  # per step; 0: chosen by the device
+    max_num_batched_tokens: int = 0  # per step; 0: our default on a CPU, vLLM's on a GPU
     # SHA-256 of the model's files by name, if they were verified before the engine is built.
     file_digests: Mapping[str, str] = field(default_factory=dict)
     failpoints: str = ""
@@ -98,7 +98,8 @@ def pooling_arguments(config: VllmPoolingConfig) -> dict[str, Any]:
 def fitted(config: VllmPoolingConfig, arguments: dict[str, Any]) -> dict[str, Any]:
     """Adds `max_model_len`, the longest input that is allowed, and the most tokens of a step.
 
-    Blocks. Raises ValueError, OSError and other errors of vLLM.
+    This call blocks, because vLLM reads the model's files. Raises ValueError, OSError and other
+    errors of vLLM.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from pdmesh.core.speculation.copy_cursor import CopyCursor
 from pdmesh.engine.vllm.sampling_extras import num_drawn_before
 
-# A cursor that is further behind its text than this many tokens is replaced: numpy finds a new one.
+# If a cursor lacks more than this many tokens of its text, a new cursor is made by a search with
+# numpy, which is faster than adding the tokens one by one.
 MAX_BEHIND: Final = 1024
 MAX_TEXT: Final = 1 << 17  # at least this many of a text's last tokens are searched
 
@@ -73,9 +74,10 @@ class PromptLookup:
         return proposals
 
     def _room(self, row: int, end: int) -> int:
-        """How many proposed tokens the answer has room for, besides the one that the step draws.
+        """How many proposed tokens the answer has room for.
 
-        More tokens would need blocks that the request's admission has not counted (S49).
+        The step that checks them draws one more token, which is not counted here. More tokens would
+        need blocks that the request's admission has not counted (S49).
         """
         state = self._requests[self._request_ids[row]]
         params = state.sampling_params
