@@ -43,7 +43,7 @@ _DAY_S: Final = 86400
 _BEARER: Final = "bearer "
 
 _refused = metrics.counter(
-    names.GATEWAY_REFUSED, "Calls refused before their body was read, by tenant and reason"
+    names.GATEWAY_REFUSED, "Calls refused for their key or a tenant's limits, by tenant and reason"
 )
 _tokens = metrics.counter(names.TENANT_TOKENS, "Tokens of finished calls, by tenant")
 
