@@ -75,7 +75,8 @@ def test_an_incomplete_file_gives_no_status(at: int, how: str) -> None:
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(),
-        lambda c: st.lists(c) | st.dictionaries(st.text(), c),
+        lambda c: st.lists(c, max_size=3) | st.dictionaries(st.text(max_size=8), c, max_size=3),
+        max_leaves=8,
     )
 )
 def test_no_json_is_a_status_by_chance(value: object) -> None:
