@@ -31,7 +31,7 @@ _BEGINS_A_VALUE: Final = re.compile(r"[\[{,:]")
 # Coding agents put a line that begins with this text before their system prompt. The gateway drops
 # this line, as plain vLLM does. It differs in each request, so with it no two prompts would share
 # cached KV.
-_BILLING_LINE: Final = "x-anthropic-billing-header"
+BILLING_LINE: Final = "x-anthropic-billing-header"
 
 # The type is Any because a client may send anything here. Only whether it is empty matters.
 _Anything = Any
@@ -157,8 +157,8 @@ def messages_of(messages: Sequence[ChatMessage], image_mark: str = "") -> list[M
                 ImageMark(image_mark) if part.type == "image_url" else part.text or ""
                 for part in message.content
             ]
-        if message.role == "system" and _BILLING_LINE in str(content):
-            content = _without_billing_line(content)
+        if message.role == "system" and BILLING_LINE in str(content):
+            content = _texts_without_billing_line(content)
         given: dict[str, object] = {"role": message.role, "content": content}
         if message.role == "assistant":
             if message.tool_calls:
@@ -179,14 +179,15 @@ def messages_of(messages: Sequence[ChatMessage], image_mark: str = "") -> list[M
     return plain
 
 
-def lasting(message: ChatMessage) -> ChatMessage:
-    """The part of a message that all requests of a chat repeat: all but an agent's billing line."""
+def without_billing_line(message: ChatMessage) -> ChatMessage:
+    """The message as all requests of its chat repeat it. The billing line differs in each."""
     content = message.content
-    if message.role != "system" or _BILLING_LINE not in str(content):
+    if message.role != "system" or BILLING_LINE not in str(content):
         return message
     if isinstance(content, str):
-        return msgspec.structs.replace(message, content="".join(_without_billing_line(content)))
-    texts = _without_billing_line([part.text or "" for part in content or ()])
+        text = "".join(_texts_without_billing_line(content))
+        return msgspec.structs.replace(message, content=text)
+    texts = _texts_without_billing_line([part.text or "" for part in content or ()])
     return msgspec.structs.replace(message, content=[ContentPart("text", t) for t in texts])
 
 
@@ -221,9 +222,9 @@ def _in_characters(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _without_billing_line(content: str | Sequence[str]) -> list[str]:
+def _texts_without_billing_line(content: str | Sequence[str]) -> list[str]:
     texts = [content] if isinstance(content, str) else content
-    shown = [t.partition("\n")[2] if t.startswith(_BILLING_LINE) else t for t in texts]
+    shown = [t.partition("\n")[2] if t.startswith(BILLING_LINE) else t for t in texts]
     return [new for new, old in zip(shown, texts, strict=True) if new or new == old]
 
 

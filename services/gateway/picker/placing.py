@@ -32,7 +32,7 @@ from pdmesh.services.gateway.openai.calls import (
     truncated,
 )
 from pdmesh.services.gateway.openai.chat_images import has_images
-from pdmesh.services.gateway.openai.chat_messages import ChatMessage, lasting
+from pdmesh.services.gateway.openai.chat_messages import ChatMessage, without_billing_line
 from pdmesh.services.gateway.openai.schema import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -261,7 +261,7 @@ def _spec(
 
 def _beginning(messages: Sequence[ChatMessage]) -> bytes:
     first = messages[: num_in_beginning([message.role for message in messages])]
-    return msgspec.json.encode([lasting(message) for message in first])
+    return msgspec.json.encode([without_billing_line(message) for message in first])
 
 
 def _protos(candidates: Sequence[Candidate]) -> list[CandidateProto]:

@@ -113,6 +113,11 @@ class Trouble:
         self.note(at, what)
         self.ended_at = at
 
+    def end_if_replaced(self, at: float) -> None:
+        """End the incident of a dead process whose successor serves."""
+        if self.is_dead and self.is_replaced and not self.ended_at:
+            self.ended_at = at
+
     def is_near(self, at: float) -> bool:
         """Whether an event at time `at` may still belong to the incident."""
         return not self.ended_at or at - self.ended_at < _TOGETHER_S
@@ -221,8 +226,7 @@ class IncidentBook:
             trouble.note(now, f"judged {event.health}: {why}")
             trouble.cause = f"{event.health}: {why}"
             trouble.is_dead = event.health == "dead"
-            if trouble.is_dead and trouble.is_replaced:
-                trouble.ended_at = now
+            trouble.end_if_replaced(now)
 
     def _recovered(self, event: HealthTurned, why: str, now: float) -> None:
         for trouble in self._open(event.instance_id):
@@ -261,8 +265,7 @@ class IncidentBook:
         for trouble in self._troubles.values():
             if trouble.successor == event.instance_id and trouble.is_near(now):
                 trouble.step(event, now)
-                if trouble.is_dead and not trouble.ended_at:
-                    trouble.ended_at = now
+                trouble.end_if_replaced(now)
 
     def _on_request(self, request: EndedRequest, now: float) -> None:
         has_failed = request.outcome == "failed"

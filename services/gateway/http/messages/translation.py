@@ -19,6 +19,7 @@ from pdmesh.services.gateway.http.messages.schema import (
     unsupported,
 )
 from pdmesh.services.gateway.openai.chat_messages import (
+    BILLING_LINE,
     CalledFunction,
     ChatMessage,
     ContentPart,
@@ -36,9 +37,6 @@ from pdmesh.services.gateway.openai.tools import (
 from pdmesh.services.gateway.openai.translated import TranslatedChat
 from pdmesh.services.gateway.request.answer_form import JsonSchemaFormat, ResponseFormat
 
-# Coding agents put a text block that begins with this text before their system prompt. The gateway
-# drops this block. It differs in each request, so with it no two prompts would share cached KV.
-_BILLING: Final = "x-anthropic-billing-header"
 _BLOCK_CONTENT: Final = ("text", "source", "content", "input", "thinking")
 _SOURCE_CONTENT: Final = ("data", "url", "file_id", "content")
 _FORMATS: Final = {f"image/{name}": name for name in ("jpeg", "png", "gif", "webp")}
@@ -286,8 +284,8 @@ def _texts(content: str | Sequence[MessageBlock], where: str) -> Iterator[str]:
 
 
 def _without_billing(content: str | Sequence[MessageBlock], where: str) -> Iterator[str]:
-    """The texts that do not begin with an agent's billing line, which differs in each request."""
-    return (text for text in _texts(content, where) if not text.startswith(_BILLING))
+    """The texts that do not begin with an agent's billing line. Like vLLM, drop them whole."""
+    return (text for text in _texts(content, where) if not text.startswith(BILLING_LINE))
 
 
 def _text_of(block: MessageBlock, where: str) -> str:
